@@ -1,0 +1,91 @@
+"""The whole recipe: one frozen tree that describes a run completely."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from k31core.recipe.algorithm import AlgorithmRecipe, EvalRecipe, RewardRecipe, WatchdogRecipe
+from k31core.recipe.data import DataRecipe
+from k31core.recipe.model import ModelRecipe
+from k31core.recipe.rollout import RolloutRecipe
+from k31core.recipe.run import ClusterRecipe, EnvRecipe, ObserveRecipe, SaveRecipe, SyncRecipe
+from k31core.recipe.section import Section
+from k31core.recipe.train import TrainRecipe
+
+
+class Recipe(Section):
+    """A named, complete description of a run. Flags only override it."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    description: str = ""
+    seed: int = Field(0, ge=0)
+    num_rollout: int = Field(100, ge=1)
+    """Steps of the run: each is one rollout, one optimizer step, one sync."""
+    model: ModelRecipe
+    data: DataRecipe
+    rollout: RolloutRecipe
+    reward: RewardRecipe = RewardRecipe()
+    algorithm: AlgorithmRecipe = AlgorithmRecipe()
+    train: TrainRecipe
+    eval: EvalRecipe = EvalRecipe()
+    save: SaveRecipe = SaveRecipe()
+    sync: SyncRecipe = SyncRecipe()
+    cluster: ClusterRecipe = ClusterRecipe()
+    watchdog: WatchdogRecipe = WatchdogRecipe()
+    observe: ObserveRecipe = ObserveRecipe()
+    env: EnvRecipe = EnvRecipe()
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def candidate_mode(self) -> str:
+        """`selected` for unfiltered sampling, `support` for filtered: derived, never chosen."""
+        return "selected" if self.rollout.sampling.unfiltered else "support"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.algorithm.loss == "score_centering" and self.rollout.top_logprobs_num == 0:
+            raise ValueError(
+                "rollout.top_logprobs_num is 0: score centering needs the sampler's candidates; use 128 (the recipe)"
+            )
+        if self.global_batch_size % self.train.parallel.dp:
+            raise ValueError(
+                f"train.parallel.dp {self.train.parallel.dp} does not divide the global batch "
+                f"{self.rollout.prompts_per_step} x {self.rollout.samples_per_prompt} = {self.global_batch_size}"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_response_tokens
+        if longest > self.train.max_tokens_per_gpu * self.train.parallel.cp:
+            raise ValueError(
+                f"one sample can have {longest} tokens (data.max_prompt_tokens + "
+                f"rollout.sampling.max_response_tokens), "
+                f"more than train.max_tokens_per_gpu x cp = {self.train.max_tokens_per_gpu * self.train.parallel.cp}"
+            )
+        if longest > self.rollout.engine.max_total_tokens:
+            raise ValueError(
+                f"rollout.engine.max_total_tokens {self.rollout.engine.max_total_tokens} cannot hold one sample of "
+                f"{longest} tokens"
+            )
+        self._check_devices()
+        return self
+
+    def _check_devices(self) -> None:
+        gpus = self.cluster.num_nodes * self.cluster.gpus_per_node
+        world = self.train.parallel.world_size
+        if self.train.device == "cuda" and gpus != world:
+            raise ValueError(
+                f"train.parallel has {world} ranks (TP·PP·CP·DP) but the cluster has {gpus} GPUs "
+                f"({self.cluster.num_nodes} x {self.cluster.gpus_per_node}): they must be equal"
+            )
+        embedded = self.rollout.engine.kind == "embedded"
+        if embedded and self.sync.transport not in ("in_process", "shared_files"):
+            raise ValueError(
+                f"sync.transport {self.sync.transport!r} needs an SGLang engine; use 'shared_files' with 'embedded'"
+            )
+        if not embedded and not self.rollout.engine.lora_base_cpu_backup and not self.sync.resend_base:
+            raise ValueError(
+                "rollout.engine.lora_base_cpu_backup is off, so the engine loses its base when it sleeps: "
+                "set sync.resend_base: true"
+            )
