@@ -43,7 +43,7 @@ class Recipe(Section):
     @property
     def candidate_mode(self) -> str:
         """`selected` for unfiltered sampling, `support` for filtered: derived, never chosen."""
-        return "selected" if self.rollout.sampling.unfiltered else "support"
+        return "selected" if self.rollout.unfiltered else "support"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -56,11 +56,11 @@ class Recipe(Section):
                 f"train.parallel.dp {self.train.parallel.dp} does not divide the global batch "
                 f"{self.rollout.prompts_per_step} x {self.rollout.samples_per_prompt} = {self.global_batch_size}"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_response_tokens
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if longest > self.train.max_tokens_per_gpu * self.train.parallel.cp:
             raise ValueError(
                 f"one sample can have {longest} tokens (data.max_prompt_tokens + "
-                f"rollout.sampling.max_response_tokens), "
+                f"rollout.max_response_tokens), "
                 f"more than train.max_tokens_per_gpu x cp = {self.train.max_tokens_per_gpu * self.train.parallel.cp}"
             )
         if longest > self.rollout.engine.max_total_tokens:

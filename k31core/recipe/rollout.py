@@ -7,21 +7,6 @@ from pydantic import Field, model_validator
 from k31core.recipe.section import Section
 
 
-class SamplingRecipe(Section):
-    """Sampling of training rollouts."""
-
-    temperature: float = Field(1.0, gt=0.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0)
-    """0 is off."""
-    max_response_tokens: int = Field(3072, ge=1)
-
-    @property
-    def unfiltered(self) -> bool:
-        """True when every token of the vocabulary can be drawn (score centering's `selected` candidates)."""
-        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
-
-
 class DynamicSampling(Section):
     """Drop groups whose rewards are all equal and draw more until enough are left (DAPO)."""
 
@@ -74,7 +59,11 @@ class RolloutRecipe(Section):
 
     prompts_per_step: int = Field(ge=1)
     samples_per_prompt: int = Field(ge=1)
-    sampling: SamplingRecipe = SamplingRecipe()
+    temperature: float = Field(1.0, gt=0.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0)
+    """0 is off."""
+    max_response_tokens: int = Field(3072, ge=1)
     dynamic_sampling: DynamicSampling | None = None
     top_logprobs_num: int = Field(128, ge=0)
     """Candidates recorded for each sampled token (K of score centering)."""
@@ -85,6 +74,11 @@ class RolloutRecipe(Section):
     engine: EngineRecipe
     token_budget_tokens: int | None = Field(None, ge=1)
     """Upper bound on generated tokens of one step, None for no bound."""
+
+    @property
+    def unfiltered(self) -> bool:
+        """True when every token of the vocabulary can be drawn (score centering's `selected` candidates)."""
+        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
