@@ -1,11 +1,13 @@
 """MXFP4 decode and encode in plain torch.
 
 Layout (OCP Microscaling formats v1.0, compressed-tensors `mxfp4-pack-quantized`): a weight `[..., in]` is stored as
-`packed` u8 `[..., in/2]`, the even input in the low nibble, and `scale` u8 `[..., in/32]`. A nibble is E2M1: bit 3 is the
-sign, bits 0-2 choose the magnitude 0, 0.5, 1, 1.5, 2, 3, 4 or 6. A scale byte b is 2^(b - 127); b = 255 is NaN and is refused.
+`packed` u8 `[..., in/2]`, the even input in the low nibble, and `scale` u8 `[..., in/32]`. A nibble is E2M1: bit 3 is
+the sign, bits 0-2 choose the magnitude 0, 0.5, 1, 1.5, 2, 3, 4 or 6. A scale byte b is 2^(b - 127); b = 255 is NaN and
+is refused.
 """
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,8 +34,8 @@ def check_scale(scale: Tensor, name: str) -> None:
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
         raise MxFp4Error(
-            f"{name}: scale byte 255 (NaN) at index {where} and {int(bad.sum()) - 1} more; the checkpoint is damaged or "
-            "is not MXFP4: download the shard again"
+            f"{name}: scale byte 255 (NaN) at index {where} and {int(bad.sum()) - 1} more; the checkpoint is damaged "
+            "or is not MXFP4: download the shard again"
         )
 
 
@@ -45,8 +47,8 @@ def scale_of_byte(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Exact weights `[..., in]` from `packed` u8 `[..., in/2]` and `scale` u8 `[..., in/32]`.
 
-    Small scales give subnormals of `dtype`, which are exact too. Raises `MxFp4Error` for mismatched shapes, a scale byte of
-    255, and a value whose exponent is above the range of `dtype` (only scale bytes 253 and 254, and never in float64).
+    Small scales give subnormals of `dtype`, which are exact too. Raises `MxFp4Error` for mismatched shapes, a scale byte
+    of 255, and a value whose exponent is above the range of `dtype` (only scale bytes 253 and 254, never in float64).
     """
     _check_layout(packed, scale, dtype)
     check_scale(scale, "scale")
@@ -68,9 +70,10 @@ def decode_unchecked(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(packed u8 `[..., in/2]`, scale u8 `[..., in/32]`) of a finite floating weight `[..., in]`.
 
-    Scale rule (OCP): 2^(floor(log2(largest magnitude of the block)) - 2), clamped to bytes 0-254; a block of zeros gets 2^0.
-    Each value goes to the nearest magnitude, a tie to the even code, and above 6 it saturates to 6. Encoding a decoded weight
-    decodes to the same values. Raises `MxFp4Error` for a width that is no multiple of 32 and for NaN or infinity.
+    Scale rule (OCP): 2^(floor(log2(largest magnitude of the block)) - 2), clamped to bytes 0-254; a block of zeros gets
+    2^0. Each value goes to the nearest magnitude, a tie to the even code, and above 6 it saturates to 6. Encoding a
+    decoded weight decodes to the same values. Raises `MxFp4Error` for a width that is no multiple of 32 and for NaN or
+    infinity.
     """
     if weight.shape[-1] % BLOCK:
         raise MxFp4Error(f"the last dimension must be a multiple of {BLOCK}, got shape {tuple(weight.shape)}")
@@ -83,7 +86,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 3, 0).clamp(-127, 127)
     unit = torch.ldexp(blocks.abs(), -exponent.unsqueeze(-1))
     codes = torch.zeros_like(unit, dtype=torch.uint8)
-    for code, (low, high) in enumerate(zip(_MAGNITUDES, _MAGNITUDES[1:])):
+    for code, (low, high) in enumerate(pairwise(_MAGNITUDES)):
         middle = (low + high) / 2
         codes += (unit >= middle) if code % 2 else (unit > middle)
     codes += blocks.signbit() * torch.tensor(8, dtype=torch.uint8)
@@ -98,7 +101,8 @@ def _check_layout(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         raise MxFp4Error(f"packed and scale must be uint8, got {packed.dtype} and {scale.dtype}")
     if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * BLOCK:
         raise MxFp4Error(
-            f"packed {tuple(packed.shape)} and scale {tuple(scale.shape)} do not belong together: expected [..., in/2] and [..., in/32]"
+            f"packed {tuple(packed.shape)} and scale {tuple(scale.shape)} do not belong together: "
+            "expected [..., in/2] and [..., in/32]"
         )
 
 
