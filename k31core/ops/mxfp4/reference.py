@@ -47,8 +47,9 @@ def scale_of_byte(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Exact weights `[..., in]` from `packed` u8 `[..., in/2]` and `scale` u8 `[..., in/32]`.
 
-    Small scales give subnormals of `dtype`, which are exact too. Raises `MxFp4Error` for mismatched shapes, a scale byte
-    of 255, and a value whose exponent is above the range of `dtype` (only scale bytes 253 and 254, never in float64).
+    Small scales give subnormals of `dtype`, which are exact too. Raises `MxFp4Error` for mismatched shapes, a scale
+    byte of 255, and a value whose exponent is above the range of `dtype` (only scale bytes 253 and 254; none in
+    float64).
     """
     _check_layout(packed, scale, dtype)
     check_scale(scale, "scale")
