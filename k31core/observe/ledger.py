@@ -1,0 +1,107 @@
+"""The run ledger: one line for each finished phase. It orders the run by sequence number, never by the clock."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from k31core.observe.jsonl import Journal, Record
+
+
+class Phase(StrEnum):
+    """What a ledger line is about."""
+
+    ATTEMPT = "attempt"
+    """A flow run began to work on this run directory; not progress in itself."""
+    PREPARE = "prepare"
+    RESUME = "resume"
+    """What was restored, from where, and what was not."""
+    EVAL = "eval"
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    SYNC = "sync"
+    SAVE = "save"
+    WATCHDOG = "watchdog"
+    REPORT = "report"
+
+
+PROGRESS = frozenset({Phase.ROLLOUT, Phase.TRAIN, Phase.SAVE})
+"""Phases whose commit counts as progress for the limit on automatic attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One flow run that worked on the run directory."""
+
+    flow_run_id: str
+    run_count: int
+    """How often Prefect started this flow run."""
+    by: str
+    """`user` (a person at the command line) or `service` (deployment, automation, schedule)."""
+
+
+class Ledger:
+    """Reads and appends `ledger.jsonl`. One writer: the holder of the run's lock."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the ledger; a torn last line is dropped and `note` says so."""
+        self._journal = Journal(path)
+        self.note = self._journal.note
+
+    @property
+    def records(self) -> list[Record]:
+        """All lines, oldest first."""
+        return self._journal.records
+
+    def append(
+        self,
+        phase: Phase,
+        step: int,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        outputs: Mapping[str, Any] | None = None,
+        seconds: float = 0.0,
+    ) -> Record:
+        """Record a finished phase; it is on disk when this returns. `seconds` comes from a monotonic clock."""
+        record: Record = {
+            "seq": self.records[-1]["seq"] + 1 if self.records else 1,
+            "step": step,
+            "phase": phase.value,
+            "inputs": dict(inputs or {}),
+            "outputs": dict(outputs or {}),
+            "seconds": round(seconds, 6),
+            "time": round(time.time(), 3),
+        }
+        self._journal.append(record)
+        return record
+
+    def last(self, phase: Phase, step: int | None = None) -> Record | None:
+        """The newest line of `phase` (of `step`, where given)."""
+        for record in reversed(self.records):
+            if record["phase"] == phase and step in (None, record["step"]):
+                return record
+        return None
+
+    def last_step(self, phase: Phase) -> int:
+        """The step of the newest line of `phase`; 0 when there is none."""
+        record = self.last(phase)
+        return int(record["step"]) if record else 0
+
+    def begin_attempt(self, attempt: Attempt) -> None:
+        """Record that a flow run starts to work here."""
+        outputs = {"flow_run_id": attempt.flow_run_id, "run_count": attempt.run_count, "by": attempt.by}
+        self.append(Phase.ATTEMPT, self.last_step(Phase.TRAIN), outputs=outputs)
+
+    def attempts_without_progress(self) -> int:
+        """Service attempts since the last committed phase or the last start by a person."""
+        count = 0
+        for record in reversed(self.records):
+            if record["phase"] in PROGRESS:
+                break
+            if record["phase"] == Phase.ATTEMPT:
+                if record["outputs"].get("by") == "user":
+                    break
+                count += 1
+        return count
