@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from k31core.recipe.algorithm import AlgorithmRecipe, EvalRecipe, RewardRecipe, WatchdogRecipe
 from k31core.recipe.data import DataRecipe
+from k31core.recipe.health import HealthRecipe
 from k31core.recipe.model import ModelRecipe
 from k31core.recipe.rollout import RolloutRecipe
 from k31core.recipe.run import ClusterRecipe, EnvRecipe, ObserveRecipe, SaveRecipe, SyncRecipe
@@ -34,11 +35,19 @@ class Recipe(Section):
     watchdog: WatchdogRecipe = WatchdogRecipe()
     observe: ObserveRecipe = ObserveRecipe()
     env: EnvRecipe = EnvRecipe()
+    health: HealthRecipe = HealthRecipe()
 
     @property
     def global_batch_size(self) -> int:
         """Samples of one optimizer step."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that share the GPUs: one, or as many as fit beside each other (`gpus / tp_size`)."""
+        if self.rollout.engine.kind == "embedded":
+            return 1
+        return max(1, self.cluster.num_nodes * self.cluster.gpus_per_node // self.rollout.engine.tp_size)
 
     @property
     def candidate_mode(self) -> str:
@@ -79,13 +88,43 @@ class Recipe(Section):
                 f"train.parallel has {world} ranks (TP·PP·CP·DP) but the cluster has {gpus} GPUs "
                 f"({self.cluster.num_nodes} x {self.cluster.gpus_per_node}): they must be equal"
             )
-        embedded = self.rollout.engine.kind == "embedded"
-        if embedded and self.sync.transport not in ("in_process", "shared_files"):
+        if self.rollout.engine.kind == "embedded":
+            if self.sync.transport not in ("in_process", "shared_files"):
+                raise ValueError(
+                    f"sync.transport {self.sync.transport!r} needs an SGLang engine; use 'shared_files' with 'embedded'"
+                )
+        else:
+            self._check_sglang(gpus)
+
+    def _check_sglang(self, gpus: int) -> None:
+        engine = self.rollout.engine
+        if self.sync.transport == "in_process":
+            raise ValueError("sync.transport 'in_process' needs the embedded engine; use 'cuda_ipc' with 'sglang'")
+        if gpus and gpus % engine.tp_size:
             raise ValueError(
-                f"sync.transport {self.sync.transport!r} needs an SGLang engine; use 'shared_files' with 'embedded'"
+                f"rollout.engine.tp_size {engine.tp_size} does not divide the cluster's {gpus} GPUs "
+                f"(cluster.num_nodes x cluster.gpus_per_node)"
             )
-        if not embedded and not self.rollout.engine.lora_base_cpu_backup and not self.sync.resend_base:
+        if engine.server_urls and len(engine.server_urls) != self.num_engines:
+            raise ValueError(
+                f"rollout.engine.server_urls names {len(engine.server_urls)} servers, the cluster holds "
+                f"{self.num_engines} engines of tp_size {engine.tp_size}"
+            )
+        if not engine.lora_base_cpu_backup and not self.sync.resend_base:
             raise ValueError(
                 "rollout.engine.lora_base_cpu_backup is off, so the engine loses its base when it sleeps: "
                 "set sync.resend_base: true"
+            )
+        if engine.lora_base_cpu_backup and self.sync.resend_base:
+            raise ValueError(
+                "sync.resend_base is true although rollout.engine.lora_base_cpu_backup keeps the base on the host: "
+                "turn one of them off"
+            )
+        if self.rollout.indexer_replay and self.model.family != "kimi_k31":
+            raise ValueError("rollout.indexer_replay needs model.family 'kimi_k31': Kimi-K3 has no DSA indexer")
+        broadcast = self.env.variables.get("SGLANG_DSA_TOPK_BROADCAST", "1")
+        if self.model.family == "kimi_k31" and engine.attn_dp_size > 1 and broadcast != "1":
+            raise ValueError(
+                f"env.variables.SGLANG_DSA_TOPK_BROADCAST is {broadcast!r}: with rollout.engine.attn_dp_size "
+                f"{engine.attn_dp_size} the ranks of a group would pick different keys; set it to '1'"
             )

@@ -20,7 +20,8 @@ class EngineRecipe(Section):
     """The engine that generates. `embedded` is ours, on one machine; `sglang` launches or joins a server."""
 
     kind: Literal["embedded", "sglang"]
-    max_concurrent_requests: int = Field(256, ge=1)
+    max_concurrent_requests: int = Field(64, ge=1)
+    """Requests in flight at one engine."""
     threads: int = Field(1, ge=1)
     """CPU threads of the embedded engine (part of the recipe: bits depend on it)."""
     row_multiple: int = Field(8, ge=1)
@@ -31,15 +32,28 @@ class EngineRecipe(Section):
     tp_size: int = Field(1, ge=1)
     ep_size: int = Field(1, ge=1)
     attn_dp_size: int = Field(1, ge=1)
-    moe_runner_backend: str = "marlin"
-    lora_backend: str = "triton"
-    kv_cache_dtype: str = "bfloat16"
-    load_balance_method: str = "total_requests"
+    """Attention data-parallel groups inside one engine; each has its own KV budget of `max_total_tokens`."""
+    moe_runner_backend: str | None = None
+    """`marlin` for MXFP4 experts; None leaves this and the three below to the server."""
+    lora_backend: str | None = None
+    kv_cache_dtype: str | None = None
+    load_balance_method: str | None = None
+    """How requests are spread over the attention-DP groups."""
     lora_base_cpu_backup: bool = True
     """Keep a host copy of the frozen base, so that a sync sends only the adapter."""
     mem_fraction_static: float | None = Field(None, gt=0.0, lt=1.0)
     startup_timeout_s: float = Field(3600.0, gt=0)
     request_timeout_s: float = Field(3600.0, gt=0)
+    request_retries: int = Field(2, ge=0)
+    """Times a request is sent again after a lost connection or a 5xx answer; its first result counts, once."""
+    host: str = "127.0.0.1"
+    """Address the servers listen on: loopback unless the engine spans machines."""
+    port: int = Field(30000, ge=1024, le=65000)
+    """HTTP port of the first engine; engine i takes `port + 100 i`."""
+    server_urls: tuple[str, ...] = ()
+    """Servers that already run, one per engine (`http://node:30000`): joined, never started or stopped."""
+    sglang_path: str | None = None
+    """Folder with the `sglang` package, put first on the server's PYTHONPATH; None takes the installed one."""
     extra_args: tuple[str, ...] = ()
     """Appended to the server's command line, as they are."""
 

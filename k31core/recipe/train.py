@@ -96,6 +96,8 @@ class TrainRecipe(Section):
     parallel: ParallelRecipe = ParallelRecipe()
     max_tokens_per_gpu: int = Field(8192, ge=1)
     """Microbatches are packed up to this many tokens."""
+    packing: Literal["thd"] = "thd"
+    """Whole sequences packed end to end into one row of tokens; nothing else is implemented."""
     recompute: bool = True
     """Full activation recomputation, layer by layer."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
