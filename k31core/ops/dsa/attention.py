@@ -5,11 +5,9 @@ slots, L latent width (512), R extra key width (64, not rotated). Softmax in fp3
 the dtype of v.
 """
 
-from itertools import pairwise
-
 import torch
 
-from k31core.ops.dsa.reference import BLOCK, causal_ranges
+from k31core.ops.dsa.reference import BLOCK, causal_ranges, length_buckets
 from k31core.ops.rowstable import accumulate_dtype
 
 
@@ -37,7 +35,7 @@ def sparse_mla_attention(
             visible = visible & _selected(indices, k.shape[0])
         return _attend(q[None], k[None], v[None], visible[None], scale)[0]
     output = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=v.dtype, device=v.device)
-    for size, packed, valid in _length_buckets(cu_seqlens):
+    for size, packed, valid in length_buckets(cu_seqlens):
         packed, valid = packed.to(q.device), valid.to(q.device)
         visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() & valid[:, None, :]
         if indices is not None:
@@ -46,28 +44,6 @@ def sparse_mla_attention(
         attended = _attend(q[packed], k[packed], v[packed], visible, scale)
         output = output.index_put((packed[valid],), attended[valid])
     return output
-
-
-def _length_buckets(cu_seqlens: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """[(size, packed rows `[m, size]`, valid `[m, size]`)]: the sequences grouped by length rounded up to a power of
-    two.
-
-    Each group is one padded batch; rounding by a sequence's own length keeps its sums independent of its neighbours.
-    Padding slots repeat row 0 of the packed tensors' sequence and are not valid.
-    """
-    bounds = cu_seqlens.tolist()
-    groups: dict[int, list[tuple[int, int]]] = {}
-    for start, end in pairwise(bounds):
-        if end > start:
-            groups.setdefault(max(8, 1 << (end - start - 1).bit_length()), []).append((start, end - start))
-    buckets = []
-    for size, members in sorted(groups.items()):
-        start = torch.tensor([m[0] for m in members])[:, None]
-        length = torch.tensor([m[1] for m in members])[:, None]
-        offset = torch.arange(size)[None]
-        valid = offset < length
-        buckets.append((size, torch.where(valid, start + offset, start), valid))
-    return buckets
 
 
 def _selected(indices: torch.Tensor, keys: torch.Tensor | int) -> torch.Tensor:
@@ -117,16 +93,20 @@ def mla_latent_attention(
         extra = torch.gather(extra, 1, at.expand(-1, -1, extra.shape[2]))
     keys = torch.cat([latent, extra], dim=-1).to(dtype).masked_fill(~used[..., None], 0.0)
     padding = -keys.shape[1] % BLOCK
-    keys = torch.nn.functional.pad(keys, (0, 0, 0, padding)).view(rows, -1, BLOCK, keys.shape[2])
-    used = torch.nn.functional.pad(used, (0, padding)).view(rows, -1, 1, BLOCK)
-    query = torch.cat([q_latent, q_extra], dim=-1).to(dtype)
-    scores = (query[:, None] @ keys.transpose(-1, -2)) * scale  # [B, blocks, H, BLOCK]
+    heads, blocks = q_latent.shape[1], -(-keys.shape[1] // BLOCK)
+    padding = blocks * BLOCK - keys.shape[1]
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, padding)).view(rows * blocks, BLOCK, -1)
+    used = torch.nn.functional.pad(used, (0, padding)).view(rows, blocks, 1, BLOCK)
+    query = torch.cat([q_latent, q_extra], dim=-1).to(dtype)[:, None].expand(-1, blocks, -1, -1)
+    query = query.reshape(rows * blocks, heads, -1)
+    # one product of a fixed shape for each row and block: the same bits whatever else is in the batch
+    scores = torch.bmm(query, keys.transpose(1, 2)).view(rows, blocks, heads, BLOCK) * scale
     scores = scores.masked_fill(~used, float("-inf"))
     weights = (scores - scores.amax(dim=(1, 3), keepdim=True)).exp()
-    partial_sum = weights.sum(-1, keepdim=True)
-    partial_out = weights @ keys[..., :width]
-    total, out = partial_sum[:, 0], partial_out[:, 0]
-    for block in range(1, keys.shape[1]):
-        total = total + partial_sum[:, block]
-        out = out + partial_out[:, block]
+    sums = weights.sum(-1, keepdim=True)
+    parts = torch.bmm(weights.view(rows * blocks, heads, BLOCK), keys[..., :width]).view(rows, blocks, heads, width)
+    total, out = sums[:, 0], parts[:, 0]
+    for block in range(1, blocks):
+        total = total + sums[:, block]
+        out = out + parts[:, block]
     return (out / total).to(q_latent.dtype)

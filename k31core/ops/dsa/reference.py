@@ -5,6 +5,8 @@ A query sees the key rows `key_start <= s < key_end` of the packed keys; `causal
 training, and decoding uses 0 and the row's length. Selected keys are row numbers of the same packed axis.
 """
 
+from itertools import pairwise
+
 import torch
 
 from k31core.ops.rowstable import accumulate_dtype
@@ -25,6 +27,28 @@ def causal_ranges(cu_seqlens: torch.Tensor, rows: torch.Tensor | None = None) ->
     rows = rows.to(torch.int64)
     sequence = torch.searchsorted(bounds, rows, right=True) - 1
     return bounds[sequence].to(torch.int32), (rows + 1).to(torch.int32)
+
+
+def length_buckets(cu_seqlens: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """[(size, packed rows `[m, size]`, valid `[m, size]`)]: the sequences grouped by length rounded up to a power of
+    two.
+
+    Each group is one padded batch; rounding by a sequence's own length keeps its sums independent of its neighbours.
+    Padding slots repeat the first row of their sequence and are not valid.
+    """
+    bounds = cu_seqlens.tolist()
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for start, end in pairwise(bounds):
+        if end > start:
+            groups.setdefault(max(8, 1 << (end - start - 1).bit_length()), []).append((start, end - start))
+    buckets = []
+    for size, members in sorted(groups.items()):
+        start = torch.tensor([m[0] for m in members])[:, None]
+        length = torch.tensor([m[1] for m in members])[:, None]
+        offset = torch.arange(size)[None]
+        valid = offset < length
+        buckets.append((size, torch.where(valid, start + offset, start), valid))
+    return buckets
 
 
 def index_scores(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -70,17 +94,36 @@ def select_keys(
     """Index scores and selection for packed sequences: int32 `[Tq, topk]` rows of the packed keys. No gradient.
 
     q: `[Tq, Hi, d]`, k: `[Tk, d]`, w: `[Tq, Hi]`, cu_seqlens: int `[n + 1]` over the keys; rows: int `[Tq]` when the
-    queries are not all the packed tokens. `chunk` queries are scored at a time: `[chunk, Hi, Tk]` fp32 is the
-    transient memory.
+    queries are not all the packed tokens. About `chunk` queries are scored at a time, each against the keys of its own
+    sequence (with `rows`: against all the keys from the first to the last that any of them sees).
     """
+    selected = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
     key_start, key_end = causal_ranges(cu_seqlens, rows)
-    parts = []
-    for begin in range(0, q.shape[0], chunk):
-        at = slice(begin, begin + chunk)
-        low, high = int(key_start[at].min()), int(key_end[at].max())
-        part = select_topk(index_scores(q[at], k[low:high], w[at]), topk, key_start[at] - low, key_end[at] - low)
-        parts.append(torch.where(part >= 0, part + low, part))
-    return torch.cat(parts) if parts else torch.empty(0, topk, dtype=torch.int32, device=q.device)
+    if rows is not None:
+        for begin in range(0, q.shape[0], chunk):
+            at = slice(begin, begin + chunk)
+            low, high = int(key_start[at].min()), int(key_end[at].max())
+            scores = index_scores(q[at], k[low:high], w[at])
+            selected[at] = _shift(select_topk(scores, topk, key_start[at] - low, key_end[at] - low), low)
+        return selected
+    for size, packed, valid in length_buckets(cu_seqlens):
+        together = max(1, chunk // size)
+        for begin in range(0, len(packed), together):
+            group, real = packed[begin : begin + together].to(q.device), valid[begin : begin + together].to(q.device)
+            for first in range(0, size, chunk):
+                at = group[:, first : first + chunk]
+                scores = torch.stack([index_scores(q[r], k[keys], w[r]) for r, keys in zip(at, group)])
+                low = group[:, :1].expand_as(at)
+                ends = torch.where(real[:, first : first + chunk], key_end[at] - low, 0)
+                part = select_topk(scores.flatten(0, 1), topk, torch.zeros_like(ends).flatten(), ends.flatten())
+                keep = real[:, first : first + chunk]
+                selected[at[keep]] = _shift(part.view(*at.shape, topk), low[..., None])[keep]
+    return selected
+
+
+def _shift(indices: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
+    """Add `by` to every index but the -1s."""
+    return torch.where(indices >= 0, indices + by, -1).to(torch.int32)
 
 
 def index_scores_step(q: torch.Tensor, keys: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -92,7 +135,10 @@ def index_scores_step(q: torch.Tensor, keys: torch.Tensor, w: torch.Tensor) -> t
     rows, slots, width = keys.shape
     heads = q.shape[1]
     blocks = -(-slots // BLOCK)
-    padded = torch.nn.functional.pad(keys.to(dtype), (0, 0, 0, blocks * BLOCK - slots)).view(rows, blocks, BLOCK, width)
-    products = torch.relu(padded @ q.to(dtype).transpose(1, 2)[:, None])  # [B, blocks, BLOCK, Hi]
-    scores = (products * w.to(dtype)[:, None, None]).sum(-1)
+    padded = torch.nn.functional.pad(keys.to(dtype), (0, 0, 0, blocks * BLOCK - slots)).view(
+        rows * blocks, BLOCK, width
+    )
+    query = q.to(dtype)[:, None].expand(-1, blocks, -1, -1).reshape(rows * blocks, heads, width)
+    products = torch.relu(torch.bmm(query, padded.transpose(1, 2)))  # one product of a fixed shape for each block
+    scores = (products.view(rows, blocks, heads, BLOCK) * w.to(dtype)[:, None, :, None]).sum(2)
     return scores.view(rows, blocks * BLOCK)[:, :slots] * (width**-0.5 * heads**-0.5)

@@ -7,9 +7,10 @@ With G_i = g_1 + .. + g_i inside a chunk, S_0 its first state and u_i = beta_i (
     (I + L) U = beta (V - (K exp(G)) S_0),   L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd) for j < i
     o_i = (q_i exp(G_i))^T S_0 + sum_{j <= i} (sum_d q_id k_jd exp(G_id - G_jd)) u_j
 
-Only differences G_i - G_j with j <= i are exponentiated, all of them <= 0: g may reach -5 a token and channel, where
-the usual split exp(G_i) exp(-G_j) overflows fp32 after 17 tokens. The price is one `[chunk, chunk, K]` tensor a
-chunk and head.
+The usual split exp(G_i - G_j) = exp(G_i) exp(-G_j) overflows fp32 after 17 tokens, since g may reach -5 a token and
+channel. Here G is taken relative to the middle of a chunk of 16 tokens, so no factor exceeds exp(40) and no product,
+masked ones included, exp(80); each factor has full relative precision, so the product has too. A decay below
+`SPLIT_FLOOR` a token takes the slow form, which exponentiates only differences <= 0.
 """
 
 from itertools import pairwise
@@ -22,6 +23,10 @@ from k31core.ops.rowstable import accumulate_dtype
 CHUNK = 16
 """Tokens; every sequence is padded to a multiple. Fixed, so that a sequence's result does not depend on its
 neighbours."""
+
+
+SPLIT_FLOOR = -5.2
+"""Log decay a token and channel; 16 of them must stay inside the exponent range of fp32, exp(88)."""
 
 
 class ChunkLayout(NamedTuple):
@@ -87,7 +92,7 @@ def kda_chunk(
     rate = _to_chunks(beta.to(dtype), layout)[..., None]
 
     cumulative = decay.cumsum(-2)
-    scores_qk, system = _inside_chunk(query, key, cumulative, rate)
+    scores_qk, system = _inside_chunk(query, key, cumulative, rate, split=float(g.detach().amin()) >= SPLIT_FLOOR)
     entering = cumulative.exp()
     right = torch.cat([rate * value, rate * (key * entering)], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -111,12 +116,17 @@ def kda_chunk(
 
 
 def _inside_chunk(
-    query: torch.Tensor, key: torch.Tensor, cumulative: torch.Tensor, rate: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, cumulative: torch.Tensor, rate: torch.Tensor, split: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(decayed q k^T for j <= i, the unit lower triangular I + L), both `[chunks, H, CHUNK, CHUNK]`."""
-    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).tril()
-    difference = cumulative[..., :, None, :] - cumulative[..., None, :, :]
-    decayed = difference.masked_fill(~causal[:, :, None], float("-inf")).exp() * key[..., None, :, :]
-    pair = decayed @ torch.stack([query, key], dim=-1)
+    both = torch.stack([query, key])
+    if split:
+        relative = cumulative - cumulative[..., CHUNK // 2 - 1 : CHUNK // 2, :]
+        pair = (both * relative.exp()) @ (key * (-relative).exp()).transpose(-1, -2)
+    else:
+        causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).tril()
+        difference = cumulative[..., :, None, :] - cumulative[..., None, :, :]
+        decayed = difference.masked_fill(~causal[:, :, None], float("-inf")).exp() * key[..., None, :, :]
+        pair = (decayed @ both[..., None])[..., 0]
     identity = torch.eye(CHUNK, dtype=key.dtype, device=key.device)
-    return pair[..., 0], identity + (rate * pair[..., 1]).tril(-1)
+    return pair[0].tril(), identity + (rate * pair[1]).tril(-1)

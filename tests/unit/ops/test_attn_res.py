@@ -15,7 +15,9 @@ def by_loops(bank, prefix, norm_weight, proj_weight, eps):
         scores = []
         for row in rows:
             rms = math.sqrt(sum(float(x) ** 2 for x in row) / len(row) + eps)
-            scores.append(sum(float(x) / rms * float(n) * float(p) for x, n, p in zip(row, norm_weight, proj_weight[0])))
+            scores.append(
+                sum(float(x) / rms * float(n) * float(p) for x, n, p in zip(row, norm_weight, proj_weight[0]))
+            )
         top = max(scores)
         weights = [math.exp(s - top) for s in scores]
         for row, weight in zip(rows, weights):

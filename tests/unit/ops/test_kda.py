@@ -21,7 +21,7 @@ def inputs(tokens, heads, width, values, dtype=torch.float64, seed=0, floor=-5.0
 
 def by_matrices(q, k, v, g, beta, cu_seqlens):
     """S <- (I - beta k k^T) diag(e^g) S + beta k v^T with real matrices, one head and token at a time."""
-    tokens, heads, width = q.shape
+    _, heads, width = q.shape
     out = torch.zeros_like(v)
     finals = []
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
@@ -67,6 +67,18 @@ def test_chunked_equals_recurrent_in_value_and_gradient(lengths, initial):
 def test_gradcheck_of_the_chunked_form():
     leaves = [x.requires_grad_() for x in inputs(19, 1, 3, 2, seed=5)]
     assert torch.autograd.gradcheck(lambda *a: kda_chunk(*a, bounds([18, 1])), leaves)
+
+
+def test_a_decay_below_the_split_floor_takes_the_other_form_and_agrees():
+    arguments = inputs(40, 2, 4, 3, floor=-30.0)
+    assert float(arguments[3].min()) < -20
+    leaves = [x.requires_grad_() for x in arguments]
+    results = []
+    for form in (kda_recurrent, kda_chunk):
+        out, _ = form(*leaves, bounds([40]))
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    for ours, expected in zip(results[1], results[0]):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_strongest_decay_stays_finite_in_fp32():

@@ -1,4 +1,5 @@
-"""Chosen log-probs against a full log-softmax, in value and gradient, alone and split over two ranks; the top-k's ties."""
+"""Chosen log-probs against a full log-softmax, in value and gradient, alone and split over two ranks; the top-k's
+ties."""
 
 import pytest
 import torch
