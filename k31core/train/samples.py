@@ -1,0 +1,142 @@
+"""What the trainer needs to know of one sample, and the checks that refuse a sample by its id. Torch-free.
+
+Axes: P prompt tokens, R response tokens, K recorded candidates, L decoder layers, k experts a token.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class SampleError(ValueError):
+    """A sample that cannot be trained on: names it, the field, what was seen and what was expected."""
+
+
+class RoutingError(SampleError):
+    """Recorded routing (R3) that does not belong to the sample or to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """A finished answer with its advantage."""
+
+    sample_id: str
+    prompt: NDArray[np.int32]
+    """`[P]`."""
+    response: NDArray[np.int32]
+    """`[R]`, the stop token included."""
+    logprobs: NDArray[np.float32]
+    """`[R]` log q of the sampled tokens."""
+    top_ids: NDArray[np.int32]
+    """`[R, K]`; -1 is an unused entry."""
+    top_logprobs: NDArray[np.float32]
+    """`[R, K]`."""
+    routing: NDArray[np.int16] | None
+    """`[P + R - 1, L, k]`: experts of every token that was an input; None: route live."""
+    advantage: float
+    masked: bool = False
+    """Counted nowhere: neither in the loss nor in its normaliser."""
+
+    @property
+    def tokens(self) -> int:
+        """P + R: packed tokens."""
+        return len(self.prompt) + len(self.response)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens in the loss and in its normaliser."""
+        return 0 if self.masked else len(self.response)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLimits:
+    """What the model and the recipe allow."""
+
+    vocab_size: int
+    max_tokens: int
+    """Of one packed microbatch over all CP ranks."""
+    candidates: int
+    """K that every sample must have."""
+    moe_layers: tuple[int, ...]
+    """0-based layers with routed experts."""
+    num_layers: int
+    num_experts: int
+    experts_per_token: int
+    replay_routing: bool
+
+
+def check_sample(sample: TrainSample, limits: SampleLimits) -> None:
+    """Raise `SampleError` (or `RoutingError`) for the first thing that is wrong with `sample`."""
+    who = f"sample {sample.sample_id}"
+    prompt, response = len(sample.prompt), len(sample.response)
+    if prompt == 0 or response == 0:
+        raise SampleError(f"{who}: {prompt} prompt and {response} response tokens; both must be at least 1")
+    if sample.tokens > limits.max_tokens:
+        raise SampleError(
+            f"{who}: {sample.tokens} tokens do not fit a microbatch of {limits.max_tokens}: "
+            "raise train.max_tokens_per_gpu or lower rollout.max_response_tokens"
+        )
+    shapes = {
+        "logprobs": (sample.logprobs.shape, (response,)),
+        "top_ids": (sample.top_ids.shape, (response, limits.candidates)),
+        "top_logprobs": (sample.top_logprobs.shape, (response, limits.candidates)),
+    }
+    for name, (seen, expected) in shapes.items():
+        if seen != expected:
+            raise SampleError(f"{who}: {name} has shape {list(seen)}, expected {list(expected)}")
+    if not np.isfinite(sample.advantage):
+        raise SampleError(f"{who}: the advantage is {sample.advantage}")
+    _check_ids(who, "prompt", sample.prompt, 0, limits.vocab_size)
+    _check_ids(who, "response", sample.response, 0, limits.vocab_size)
+    _check_ids(who, "top_ids", sample.top_ids, -1, limits.vocab_size)
+    twice = _first_duplicate(sample.top_ids, ignore=-1)
+    if twice is not None:
+        raise SampleError(f"{who}: candidate {twice[1]} is recorded twice at response position {twice[0][0]}")
+    if limits.replay_routing:
+        check_routing(sample, limits)
+
+
+def check_routing(sample: TrainSample, limits: SampleLimits) -> None:
+    """Raise `RoutingError` for missing rows, extra rows, an expert twice in a row, or an unknown expert."""
+    who = f"sample {sample.sample_id}: routing"
+    if sample.routing is None:
+        raise RoutingError(f"{who} is missing, but rollout.routing_replay is on: the engine must return it")
+    expected = (sample.tokens - 1, limits.num_layers, limits.experts_per_token)
+    if sample.routing.shape != expected:
+        raise RoutingError(
+            f"{who} has shape {list(sample.routing.shape)}, expected [prompt + response - 1, layers, experts a token] "
+            f"= {list(expected)}"
+        )
+    layers = list(limits.moe_layers)
+    used = sample.routing[:, layers]
+    bad = (used < 0) | (used >= limits.num_experts)
+    if bad.any():
+        row, layer, slot = (int(i) for i in np.argwhere(bad)[0])
+        raise RoutingError(
+            f"{who}: row {row}, layer {layers[layer]} names expert {used[row, layer, slot]}; "
+            f"experts run from 0 to {limits.num_experts - 1}"
+        )
+    twice = _first_duplicate(used)
+    if twice is not None:
+        (row, layer), expert = twice
+        raise RoutingError(f"{who}: row {row}, layer {layers[layer]} names expert {expert} twice")
+
+
+def _check_ids(who: str, name: str, ids: NDArray[np.int32], low: int, high: int) -> None:
+    bad = (ids < low) | (ids >= high)
+    if bad.any():
+        where = [int(i) for i in np.argwhere(bad)[0]]
+        raise SampleError(f"{who}: {name}{where} is {ids[tuple(where)]}; words run from 0 to {high - 1}")
+
+
+def _first_duplicate(ids: NDArray[np.integer], ignore: int | None = None) -> tuple[tuple[int, ...], int] | None:
+    """(leading index, value) of the first row of the last axis that holds a value twice."""
+    ordered = np.sort(ids, axis=-1)
+    same = ordered[..., 1:] == ordered[..., :-1]
+    if ignore is not None:
+        same &= ordered[..., 1:] != ignore
+    if not same.any():
+        return None
+    where = tuple(int(i) for i in np.argwhere(same)[0])
+    return where[:-1], int(ordered[where])
