@@ -1,0 +1,87 @@
+"""Which checkpoint tensor fills which memory of a decoder, and the reverse: slots for reading, tensors for writing."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from k31core.model.build import Build, ExpertFormat
+from k31core.model.config import ModelConfig
+from k31core.model.decoder import Decoder
+from k31core.model.experts import PROJECTIONS, RoutedExperts
+from k31core.model.linears import Factor
+from k31core.ops.mxfp4 import encode
+from k31core.parallel.sharding import Shard, Slot, Stored
+
+PREFIX = "language_model."
+"""Of every decoder tensor in the checkpoint and in the adapter."""
+
+IGNORED_PREFIXES = ("vision_tower.", "mm_projector.")
+"""Tensors that stay in the checkpoint, never loaded and never changed."""
+
+
+def base_slots(decoder: Decoder) -> list[Slot]:
+    """Every frozen tensor this rank holds, with its name in the checkpoint. Dense experts have none."""
+    slots: list[Slot] = []
+    for path, module in decoder.named_modules():
+        if isinstance(module, Factor):
+            continue
+        if isinstance(module, RoutedExperts):
+            slots.extend(_expert_slots(f"{PREFIX}{path}", module))
+        slots.extend(_own_slots(path, module))
+    return slots
+
+
+def adapter_slots(decoder: Decoder) -> list[Slot]:
+    """Every LoRA factor this rank holds, with its logical name; a tied A appears under both of its names."""
+    slots: list[Slot] = []
+    for path, module in decoder.named_modules(remove_duplicate=False):
+        if isinstance(module, Factor):
+            slots.extend(_own_slots(path, module))
+    return slots
+
+
+def expected_names(config: ModelConfig) -> set[str]:
+    """Names of every decoder tensor a checkpoint of this configuration must have, and may have."""
+    whole = Decoder(config, Build(device=torch.device("meta")), range(config.num_hidden_layers))
+    return {slot.name for slot in base_slots(whole)}
+
+
+def native_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a whole decoder in the native layout: BF16 weights, F32 where the layout says so, MXFP4 experts.
+
+    One process only. Dense experts are encoded to MXFP4 here.
+    """
+    dtypes = {Stored.WEIGHT: torch.bfloat16, Stored.SMALL: torch.bfloat16, Stored.EXACT: torch.float32}
+    for slot in base_slots(decoder):
+        tensor = slot.tensor.detach()
+        if slot.shard.stored in dtypes:
+            tensor = tensor.to(dtypes[slot.shard.stored])
+        if slot.shard.zero_padded_to is not None:
+            tensor = nn.functional.pad(tensor, (0, slot.shard.zero_padded_to - tensor.shape[0]))
+        yield slot.name, tensor
+    for path, module in decoder.named_modules():
+        if isinstance(module, RoutedExperts) and module.format is ExpertFormat.DENSE:
+            for name in PROJECTIONS:
+                for expert, weight in enumerate(getattr(module, f"{name}_dense").detach(), start=module.first):
+                    packed, scale = encode(weight)
+                    yield f"{PREFIX}{path}.{expert}.{name}.weight_packed", packed
+                    yield f"{PREFIX}{path}.{expert}.{name}.weight_scale", scale
+
+
+def _own_slots(path: str, module: nn.Module) -> Iterator[Slot]:
+    shards: dict[str, Shard] = getattr(module, "shards", {})
+    for local, shard in shards.items():
+        yield Slot(f"{PREFIX}{path}.{local}", getattr(module, local), shard)
+
+
+def _expert_slots(path: str, experts: RoutedExperts) -> Iterator[Slot]:
+    if experts.format is ExpertFormat.DENSE:
+        return
+    for index in range(experts.local):
+        for name in PROJECTIONS:
+            for part, stored in (("packed", Stored.PACKED), ("scale", Stored.SCALE)):
+                tensor = getattr(experts, f"{name}_{part}")[index]
+                yield Slot(
+                    f"{path}.{experts.first + index}.{name}.weight_{part}", tensor, Shard(tuple(tensor.shape), stored)
+                )
