@@ -22,7 +22,8 @@ _FACTOR_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class AdapterError(ValueError):
-    """An adapter that does not fit or is damaged: names the file, the tensor or field, and the two values that disagree."""
+    """An adapter that does not fit or is damaged: names the file, the tensor or field, and the two values that
+    disagree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,9 @@ def adapter_config_json(config: AdapterConfig) -> dict[str, Any]:
 def load_adapter(directory: Path, slots: Iterable[Slot], *, partial: bool = False) -> None:
     """Fill the slots with this rank's parts; reads no other bytes.
 
-    Every name in the file must have a slot and the reverse; with `partial` (a pipeline stage holds only its own layers) the
-    file may have more. Two slots of one tensor (a tied A) must read equal values. Nothing is changed when anything is wrong.
+    Every name in the file must have a slot and the reverse; with `partial` (a pipeline stage holds only its own
+    layers) the file may have more. Two slots of one tensor (a tied A) must read equal values. Nothing is changed when
+    anything is wrong.
     """
     path = directory / WEIGHTS_FILE
     slots = list(slots)
@@ -99,7 +101,8 @@ def load_adapter(directory: Path, slots: Iterable[Slot], *, partial: bool = Fals
 
 
 def write_adapter(directory: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write full logical tensors and the configuration; refuses non-finite values by name. The caller commits the directory."""
+    """Write full logical tensors and the configuration; refuses non-finite values by name. The caller commits the
+    directory."""
     for name, tensor in tensors.items():
         _check_finite(f"adapter to be written to {directory}", name, tensor)
     directory.mkdir(parents=True, exist_ok=True)
@@ -126,7 +129,8 @@ def _check_entries(file: TensorFile, slots: list[Slot], partial: bool) -> None:
         entry = file.entries[slot.name]
         if entry.shape != slot.shard.shape:
             raise AdapterError(
-                f"{file.path}: {slot.name} has shape {list(entry.shape)}, this model and rank need {list(slot.shard.shape)}"
+                f"{file.path}: {slot.name} has shape {list(entry.shape)}, "
+                f"this model and rank need {list(slot.shard.shape)}"
             )
         if entry.dtype not in _FACTOR_DTYPES:
             raise AdapterError(f"{file.path}: {slot.name} has dtype {NAMES[entry.dtype]}, expected F32 or BF16")

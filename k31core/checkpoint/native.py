@@ -33,7 +33,8 @@ _PROGRESS_BYTES = 1 << 30
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as this model: names the file or tensor, what was found and what was expected."""
+    """A checkpoint that cannot be read as this model: names the file or tensor, what was found and what was
+    expected."""
 
 
 @dataclass(frozen=True, slots=True)

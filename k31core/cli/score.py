@@ -1,4 +1,5 @@
-"""`k31 score`: log-probs (and logits) of fixed token sequences by the trainer's model; the check after a load or a sync."""
+"""`k31 score`: log-probs (and logits) of fixed token sequences by the trainer's model; the check after a load or a
+sync."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal

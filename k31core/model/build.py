@@ -1,6 +1,6 @@
 """What every module of the decoder is built with: the mesh, dtypes, device, and whether a LoRA bypass is added."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -13,7 +13,8 @@ class LoraTargetError(ValueError):
 
 
 LORA_TARGETS = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj", "mlp", "shared_experts", "experts")
-"""`all-linear` for this family. Never adapted: KDA q/k/v, q_b, kv_b, g, router, latent projections, indexer, embeddings."""
+"""`all-linear` for this family. Never adapted: KDA q/k/v, q_b, kv_b, g, router, latent projections, indexer,
+embeddings."""
 
 
 class ExpertFormat(StrEnum):
@@ -59,7 +60,7 @@ class Build:
     mesh: Mesh = SINGLE
     dtype: torch.dtype = torch.float32
     """Of frozen weights and activations; norm statistics, router, decay and log-probs are fp32 whatever this is."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lora: LoraSpec | None = None
     row_multiple: int = 8
     """Rows of every matrix product are padded to a multiple: a row's bits must not depend on its neighbours."""

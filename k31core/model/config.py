@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 DSA_FIELDS = ("index_n_heads", "index_head_dim", "index_topk", "dsa_layers")
-"""Names inside `dsa_config`. No public source shows those of the released K3.1 file: change them here when it differs."""
+"""Names inside `dsa_config`. No public source shows those of the released K3.1 file: change them here when it
+differs."""
 
 _ARCHITECTURES = {"KimiK3ForConditionalGeneration": "kimi_k3", "KimiK31ForConditionalGeneration": "kimi_k31"}
 _REQUIRED_VALUES: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """The text decoder of Kimi-K3 and K3.1: embedding, layers, final mix and norm, head; any part of it for one rank.
 
-Module names are the checkpoint's without the prefix `language_model.`; layers keep their absolute numbers on every stage.
+Module names are the checkpoint's without the prefix `language_model.`; layers keep their absolute numbers on every
+stage.
 
 Legend: T tokens of this CP rank (a multiple of TP), D hidden, L layers, k experts a token, V vocabulary.
 """
@@ -32,7 +33,8 @@ class Packed:
     tokens: Tensor
     """int64 `[T]`: this rank's chunk."""
     cu_seqlens: Tensor
-    """int64 `[n + 1]`: bounds of the sequences over all CP chunks, from 0 to cp * T. Padding is a sequence of its own."""
+    """int64 `[n + 1]`: bounds of the sequences over all CP chunks, from 0 to cp * T. Padding is a sequence of its
+    own."""
     routing: Tensor | None = None
     """int `[T, L, k]`: experts to replay, by absolute layer (R3); None: route live."""
 
@@ -157,7 +159,8 @@ class Decoder(nn.Module):
         return body.norm(mix(residual, body.output_attn_res_norm, body.output_attn_res_proj))
 
     def forward(self, batch: Packed, received: Tensor | None = None) -> Tensor:
-        """One stage on one microbatch: `[T, D]` for the head on the last stage, else the packed residual for the next one.
+        """One stage on one microbatch: `[T, D]` for the head on the last stage, else the packed residual for the next
+        one.
 
         received: the previous stage's packed residual; None on the first stage.
         """
@@ -168,7 +171,8 @@ class Decoder(nn.Module):
         return enter_tp(self.final_hidden(residual), self.build.mesh)
 
     def forward_captured(self, batch: Packed) -> tuple[Tensor, Tensor]:
-        """(hidden `[T, D]`, experts chosen int64 `[T, L, k]`, 0 in dense layers): one process, nothing kept for gradients."""
+        """(hidden `[T, D]`, experts chosen int64 `[T, L, k]`, 0 in dense layers): one process, nothing kept for
+        gradients."""
         residual, chosen = self.run_layers(self.embed(batch.tokens), batch.cu_seqlens, batch.routing)
         config = self.config
         routing = torch.zeros(

@@ -116,7 +116,8 @@ class KdaAttention(nn.Module):
         return self.finish(o, projected.gate)
 
     def _mix_exchanged(self, projected: KdaProjected, cu_seqlens: Tensor) -> Tensor:
-        """Convolution and delta rule on all tokens for this CP rank's share of the heads; `[T, H, d]` of the own tokens."""
+        """Convolution and delta rule on all tokens for this CP rank's share of the heads; `[T, H, d]` of the own
+        tokens."""
         cp, width = self.mesh.cp, self.width
         start, own = cp.slice_of(self.heads_local, "KDA heads of a TP rank")
         by_head = [part.unflatten(-1, (self.heads_local, -1)) for part in projected[:5]]

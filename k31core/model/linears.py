@@ -1,8 +1,8 @@
 """Linear layers of one rank: replicated, column-parallel, row-parallel, with or without a LoRA bypass.
 
-They compute inside a tensor-parallel region (see `k31core.parallel.collectives`) and never communicate: a row-parallel layer
-returns this rank's part of the sum, and the caller leaves the region once, bypass included. So the gradient of every factor
-that all TP ranks hold alike is a part of a sum over TP, without exception.
+They compute inside a tensor-parallel region (see `k31core.parallel.collectives`) and never communicate: a row-parallel
+layer returns this rank's part of the sum, and the caller leaves the region once, bypass included. So the gradient of
+every factor that all TP ranks hold alike is a part of a sum over TP, without exception.
 """
 
 import hashlib
@@ -26,10 +26,11 @@ class Split(StrEnum):
 
 
 def padded_linear(x: Tensor, weight: Tensor, row_multiple: int) -> Tensor:
-    """x `[N, in]` times weight `[out, in]` transposed, `[N, out]`; computed with N padded to a multiple of `row_multiple`.
+    """x `[N, in]` times weight `[out, in]` transposed, `[N, out]`; computed with N padded to a multiple of
+    `row_multiple`.
 
-    On CPU a product of 1-3 rows takes another code path than one of 4 or more (2e-5 apart in fp32); padded, a row has the
-    same bits whoever else is in the batch. A weight of another dtype is cast to that of x.
+    On CPU a product of 1-3 rows takes another code path than one of 4 or more (2e-5 apart in fp32); padded, a row has
+    the same bits whoever else is in the batch. A weight of another dtype is cast to that of x.
     """
     rows = x.shape[0]
     padding = -rows % row_multiple

@@ -18,7 +18,8 @@ class NoAdapterError(ValueError):
 
 @torch.no_grad()
 def init_adapter(decoder: Decoder) -> None:
-    """A Kaiming-uniform and B zero, from (seed, logical name) alone: the same adapter in any layout, expert by expert."""
+    """A Kaiming-uniform and B zero, from (seed, logical name) alone: the same adapter in any layout, expert by
+    expert."""
     lora = decoder.build.lora
     if lora is None:
         raise NoAdapterError("the decoder was built without a LoraSpec")

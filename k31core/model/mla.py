@@ -1,8 +1,9 @@
 """Multi-head latent attention with the sigmoid output gate, and the DSA indexer of K3.1.
 
-Legend: T queries of this rank's chunk, S keys (all CP chunks), D hidden, H heads of this TP rank, dq = nope + extra query width,
-dv value width, L latent width, R extra key width (shared by the heads, never rotated), Hi/di index heads and width. The pieces
-are shared by training, prefill and decoding: a decoder caches `latent(x)` and `Indexer.key(x)` and never the expanded keys.
+Legend: T queries of this rank's chunk, S keys (all CP chunks), D hidden, H heads of this TP rank, dq = nope + extra
+query width, dv value width, L latent width, R extra key width (shared by the heads, never rotated), Hi/di index heads
+and width. The pieces are shared by training, prefill and decoding: a decoder caches `latent(x)` and `Indexer.key(x)`
+and never the expanded keys.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The latent mixture of experts with its shared expert.
 
-Legend: T tokens, D hidden, L latent, E experts, k experts a token. `route` and `routed` are separate so that routing can be
-replayed (R3) and captured.
+Legend: T tokens, D hidden, L latent, E experts, k experts a token. `route` and `routed` are separate so that routing
+can be replayed (R3) and captured.
 """
 
 import torch
@@ -38,9 +38,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(indices int64 `[T, k]`, weights fp32 `[T, k]`) of x `[T, D]`.
 
-        With `replay` `[T, k]` the choice is given and only the weights are computed, from the live scores, so the router
-        path keeps its gradient; a row of -1 (padding, a last sampled token) is routed live. Equal biased scores: the
-        smaller expert number wins, on every rank.
+        With `replay` `[T, k]` the choice is given and only the weights are computed, from the live scores, so the
+        router path keeps its gradient; a row of -1 (padding, a last sampled token) is routed live. Equal biased
+        scores: the smaller expert number wins, on every rank.
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scores = sigmoid(padded_linear(wide, self.weight, self.row_multiple))
@@ -77,7 +77,8 @@ class Moe(nn.Module):
         return self.routed_expert_up_proj(self.routed_expert_norm(mixed))
 
     def forward(self, x: Tensor, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(output, indices chosen) for x outside a tensor-parallel region: `[T, D]`, or `[T/tp, D]` (sequence parallel).
+        """(output, indices chosen) for x outside a tensor-parallel region: `[T, D]`, or `[T/tp, D]` (sequence
+        parallel).
 
         replay: int `[T, k]` for all T tokens of the CP rank. The indices come back for this rank's own tokens.
         """

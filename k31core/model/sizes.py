@@ -1,7 +1,7 @@
 """The published sizes of Kimi-K3 and Kimi-K3.1, for planning without a checkpoint.
 
-Source: the model table of Kimi-K3's public implementations (Megatron-Bridge, SGLang, vLLM); K3.1 is K3 with an indexer on
-its MLA layers. A run never uses these: its sizes come from the checkpoint's own `config.json`.
+Source: the model table of Kimi-K3's public implementations (Megatron-Bridge, SGLang, vLLM); K3.1 is K3 with an indexer
+on its MLA layers. A run never uses these: its sizes come from the checkpoint's own `config.json`.
 """
 
 from dataclasses import replace

@@ -48,7 +48,8 @@ def expected_names(config: ModelConfig) -> set[str]:
 
 
 def native_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a whole decoder in the native layout: BF16 weights, F32 where the layout says so, MXFP4 experts.
+    """(name, tensor) of a whole decoder in the native layout: BF16 weights, F32 where the layout says so, MXFP4
+    experts.
 
     One process only. Dense experts are encoded to MXFP4 here.
     """

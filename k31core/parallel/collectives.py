@@ -1,11 +1,11 @@
 """The collectives of the model, each with its backward. Every one is the identity on an axis of size 1.
 
-megatron-core's mappings do the work; they are imported only when an axis has more than one rank. Shapes are given for one
-rank; T is a CP rank's tokens.
+megatron-core's mappings do the work; they are imported only when an axis has more than one rank. Shapes are given for
+one rank; T is a CP rank's tokens.
 
-A tensor-parallel region lies between `enter_tp` and `leave_tp`: inside it every TP rank sees all T tokens and computes a part
-of the result (its heads, its columns), so the gradient at its entrance is a sum over TP, and so is the gradient of every
-tensor that all TP ranks hold alike.
+A tensor-parallel region lies between `enter_tp` and `leave_tp`: inside it every TP rank sees all T tokens and computes
+a part of the result (its heads, its columns), so the gradient at its entrance is a sum over TP, and so is the gradient
+of every tensor that all TP ranks hold alike.
 """
 
 import torch

@@ -1,8 +1,9 @@
-"""The mesh: which ranks share which part of the work. Passed to every layer as an argument; no layer reads a global group.
+"""The mesh: which ranks share which part of the work. Passed to every layer as an argument; no layer reads a global
+group.
 
-Axes: `tp` splits heads, feed-forward columns and vocabulary; `cp` splits the packed sequence into equal contiguous chunks;
-`dp` splits microbatches; `pp` splits layers; `ep` splits routed experts and lies inside TP x CP x DP of one stage (expert-TP
-is 1, so a rank holds whole experts and works on its own slice of the tokens).
+Axes: `tp` splits heads, feed-forward columns and vocabulary; `cp` splits the packed sequence into equal contiguous
+chunks; `dp` splits microbatches; `pp` splits layers; `ep` splits routed experts and lies inside TP x CP x DP of one
+stage (expert-TP is 1, so a rank holds whole experts and works on its own slice of the tokens).
 """
 
 from dataclasses import dataclass, field

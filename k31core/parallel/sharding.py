@@ -1,7 +1,7 @@
 """How a logical tensor (the checkpoint's, or the adapter's) lies on the ranks.
 
-A module says of each of its tensors which part of the logical tensor it is (`Shard`); a `Slot` joins that with the logical
-name and the memory to fill. Readers and writers see slots only, so they need to know no model and no layout.
+A module says of each of its tensors which part of the logical tensor it is (`Shard`); a `Slot` joins that with the
+logical name and the memory to fill. Readers and writers see slots only, so they need to know no model and no layout.
 """
 
 from dataclasses import dataclass
