@@ -1,0 +1,104 @@
+"""Prompts being computed: packed into calls of bounded size, shared by every request with the same tokens.
+
+A prompt's result does not depend on what it is packed with, so the samples of a group share one computation, and a
+waiting request with the same prompt finds it kept.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k31core.rollout.engines.embedded.attention import BLOCK
+from k31core.rollout.engines.embedded.cache import PromptState
+from k31core.rollout.engines.embedded.forward import CachedDecoder, Piece
+from k31core.rollout.engines.embedded.scheduler import Running
+
+
+@dataclass(slots=True)
+class PromptJob:
+    """One distinct prompt."""
+
+    tokens: tuple[int, ...]
+    state: PromptState
+    done: int = 0
+    """Tokens computed so far."""
+    routing: list[NDArray[np.int16]] = field(default_factory=list)
+    """`[t, L, k]` of each piece."""
+    logits: Tensor | None = None
+    """fp32 `[1, V]` after the last token; None until finished."""
+    requests: list[Running] = field(default_factory=list)
+    """Waiting to start with it."""
+
+    @property
+    def finished(self) -> bool:
+        """All tokens are in the state."""
+        return self.logits is not None
+
+
+class PromptWork:
+    """The prompts in progress, and finished ones kept for requests that still wait."""
+
+    def __init__(self, decoder: CachedDecoder, chunk_tokens: int, keep: int) -> None:
+        self._decoder = decoder
+        self._chunk = max(chunk_tokens // BLOCK, 1) * BLOCK
+        self._keep = keep
+        self._jobs: dict[tuple[int, ...], PromptJob] = {}
+
+    def add(self, running: Running) -> None:
+        """Attach an admitted request to its prompt."""
+        tokens = running.request.tokens
+        job = self._jobs.get(tokens)
+        if job is None:
+            build = self._decoder.model.build
+            state = PromptState.empty(self._decoder.config, len(tokens), build.dtype, build.device)
+            job = self._jobs[tokens] = PromptJob(tokens, state)
+        job.requests.append(running)
+
+    def advance(self) -> list[PromptJob]:
+        """Compute a chunk of unfinished prompts, oldest first; returns those with requests ready to start."""
+        pieces, jobs, room = [], [], self._chunk
+        device = self._decoder.model.build.device
+        for job in self._jobs.values():
+            if job.finished or room < BLOCK:
+                continue
+            left = len(job.tokens) - job.done
+            count = left if left <= room else room // BLOCK * BLOCK
+            tokens = torch.tensor(job.tokens[job.done : job.done + count], device=device)
+            pieces.append(Piece(tokens, job.done, job.state))
+            jobs.append(job)
+            room -= count
+        if pieces:
+            self._compute(pieces, jobs)
+        return [job for job in self._jobs.values() if job.finished and job.requests]
+
+    def _compute(self, pieces: list[Piece], jobs: list[PromptJob]) -> None:
+        hidden, routing = self._decoder.prefill(pieces)
+        routing_np = routing.cpu().numpy()
+        ends = np.cumsum([len(piece.tokens) for piece in pieces]).tolist()
+        last = self._decoder.logits(hidden[[end - 1 for end in ends]])
+        for number, (piece, job, end) in enumerate(zip(pieces, jobs, ends, strict=True)):
+            job.done += len(piece.tokens)
+            job.routing.append(routing_np[end - len(piece.tokens) : end])
+            if job.done == len(job.tokens):
+                job.logits = last[number : number + 1]
+
+    def forget(self, wanted: set[tuple[int, ...]]) -> None:
+        """Drop finished prompts without requests, except up to `keep` of those in `wanted`."""
+        idle = [tokens for tokens, job in self._jobs.items() if job.finished and not job.requests]
+        spare = [tokens for tokens in idle if tokens in wanted][: self._keep]
+        for tokens in set(idle) - set(spare):
+            del self._jobs[tokens]
+
+    def drop_request(self, running: Running) -> None:
+        """The request was cancelled before it started."""
+        job = self._jobs[running.request.tokens]
+        job.requests.remove(running)
+        if not job.requests and not job.finished:
+            del self._jobs[running.request.tokens]
+
+    def clear(self) -> None:
+        """Forget everything (a new adapter: nothing computed before is valid)."""
+        self._jobs.clear()
