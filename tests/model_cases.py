@@ -1,7 +1,7 @@
 """Random checkpoints and adapters of the K3 family, and an independent float64 model to compare with.
 
-The reference follows the published mathematics token by token, on a plain dict of tensors; it shares no code with `k31core`
-but the E2M1 table it repeats.
+The reference follows the published mathematics token by token, on a plain dict of tensors; it shares no code with
+`k31core` but the E2M1 table it repeats.
 """
 
 import copy
@@ -126,9 +126,7 @@ def random_tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             for name, rows, width in (("w1", F, lat), ("w3", F, lat), ("w2", lat, F)):
                 key = f"{P}{M}experts.{e}.{name}."
                 out[key + "weight_packed"] = torch.randint(0, 256, (rows, width // 2), generator=g, dtype=torch.uint8)
-                out[key + "weight_scale"] = torch.randint(
-                    122, 125, (rows, width // 32), generator=g, dtype=torch.uint8
-                )
+                out[key + "weight_scale"] = torch.randint(122, 125, (rows, width // 32), generator=g, dtype=torch.uint8)
     return out
 
 

@@ -1,4 +1,5 @@
-"""First values of a decoder that is trained from nothing (the tiny checkpoint); published models are never initialised."""
+"""First values of a decoder that is trained from nothing (the tiny checkpoint); published models are never
+initialised."""
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from k31core.model.decoder import Decoder
 def init_base(decoder: Decoder, seed: int) -> None:
     """Fill every base tensor of a whole decoder, deterministically in the order of its names.
 
-    Matrices are normal with std width_in ** -0.5 (embeddings 1), so activations keep unit scale; norms are ones; AttnRes scores
-    start equal; the decay starts near exp(-0.1) a token, so that the KDA state remembers.
+    Matrices are normal with std width_in ** -0.5 (embeddings 1), so activations keep unit scale; norms are ones;
+    AttnRes scores start equal; the decay starts near exp(-0.1) a token, so that the KDA state remembers.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(decoder.named_parameters()):
