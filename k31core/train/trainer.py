@@ -1,0 +1,244 @@
+"""The trainer of one rank: decoder with adapter, optimizer, step count; built from plain pieces, saved and restored.
+
+build -> (restore | fresh adapter) -> step, step, ... -> export into a directory the caller commits
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k31core.checkpoint.adapter import AdapterConfig, load_adapter, read_adapter_config, write_adapter
+from k31core.checkpoint.native import LoadReport, NativeCheckpoint
+from k31core.checkpoint.optimizer_state import (
+    OPTIMIZER_DIR,
+    has_optimizer_state,
+    read_optimizer_state,
+    write_optimizer_state,
+)
+from k31core.model.build import LORA_TARGETS, Build, LoraSpec
+from k31core.model.config import load_config
+from k31core.model.decoder import Decoder, Packed
+from k31core.model.lora import init_adapter, trainable_slots
+from k31core.model.weight_names import IGNORED_PREFIXES, adapter_slots, base_slots, expected_names
+from k31core.parallel.mesh import SINGLE, Mesh
+from k31core.recipe.recipe import Recipe
+from k31core.rl.losses import LossChoice
+from k31core.rl.score_centering import CandidateMode, Weighting
+from k31core.train.adamw import AdamSettings, AdamW, AdapterOptimizer
+from k31core.train.batch import loss_token_count, make_microbatches
+from k31core.train.samples import SampleLimits, TrainSample
+from k31core.train.state import (
+    LrSchedule,
+    SavedState,
+    read_trainer_state,
+    rng_state,
+    set_rng_state,
+    write_trainer_state,
+)
+from k31core.train.step import Schedule, StepResult, StepSettings, head_logprobs, optimizer_step
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ResumeError(ValueError):
+    """An adapter that this run cannot continue from: names the two values that disagree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore found, in words for the log and for the user."""
+
+    step: int
+    restored: tuple[str, ...]
+    not_restored: tuple[str, ...]
+
+
+class Trainer:
+    """One rank's trainer. Its methods run in one thread."""
+
+    def __init__(
+        self, decoder: Decoder, recipe: Recipe, optimizer: AdapterOptimizer, schedule: Schedule | None = None
+    ) -> None:
+        """`decoder` has its base loaded; the adapter is still empty: call `fresh` or `restore` first."""
+        self.decoder = decoder
+        self.optimizer = optimizer
+        self.steps_done = 0
+        self._recipe = recipe
+        self._schedule = schedule
+        self._lr = LrSchedule(recipe.train.optimizer.lr, recipe.train.optimizer.warmup_steps)
+        self._limits = sample_limits(decoder, recipe)
+        self._settings = StepSettings(
+            choice=loss_choice(recipe),
+            temperature=recipe.rollout.temperature,
+            logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
+            clip_grad=recipe.train.optimizer.clip_grad,
+        )
+        self._prove = True
+
+    def fresh(self) -> Restored:
+        """A new adapter: A from the seed, B zero; or the recipe's warm start."""
+        torch.manual_seed(self._recipe.seed)
+        self.steps_done, self._prove = 0, True
+        warm = self._recipe.train.lora.warm_start
+        if warm is None:
+            init_adapter(self.decoder)
+            self.optimizer.reset()
+            return Restored(0, (), ("fresh adapter: A from the seed, B zero",))
+        self._load_adapter(Path(warm))
+        self.optimizer.reset()
+        return Restored(0, (f"adapter (warm start from {warm})",), ("step", "optimizer", "random state"))
+
+    def restore(self, directory: Path) -> Restored:
+        """Continue from a committed adapter directory; what it lacks is named, never made up silently."""
+        saved = read_trainer_state(directory)
+        if saved is not None and saved.schedule != self._lr:
+            raise ResumeError(
+                f"{directory}: saved with learning-rate schedule {saved.schedule}, this run has {self._lr}: "
+                "use the run's own recipe, or train.lora.warm_start for a new run"
+            )
+        self._load_adapter(directory)
+        self.optimizer.reset()
+        restored, missing = ["adapter"], []
+        if saved is None:
+            missing += ["step (counting from 0)", "random state"]
+        else:
+            self.steps_done = saved.step
+            set_rng_state(saved.rng)
+            restored += ["step", "learning-rate schedule", "random state"]
+        if has_optimizer_state(directory / OPTIMIZER_DIR):
+            self.optimizer.updates = read_optimizer_state(directory / OPTIMIZER_DIR, self.optimizer.state_slots())
+            restored.append("optimizer")
+        else:
+            missing.append("optimizer (Adam moments start from zero: the next updates differ from an unbroken run)")
+        self._prove = self.steps_done == 0
+        return Restored(self.steps_done, tuple(restored), tuple(missing))
+
+    def train(self, samples: Sequence[TrainSample]) -> StepResult:
+        """One optimizer step over all samples of the rollout. On an error nothing has changed."""
+        mesh = self.decoder.build.mesh
+        batches = make_microbatches(
+            samples, self._limits, mesh=mesh, tokens_per_gpu=self._recipe.train.max_tokens_per_gpu
+        )
+        result = optimizer_step(
+            self.decoder,
+            self.optimizer,
+            batches,
+            self._settings,
+            normaliser=loss_token_count(samples),
+            lr=self._lr.at(self.steps_done),
+            schedule=self._schedule,
+            prove=self._prove,
+        )
+        self.steps_done += 1
+        # A step in which nothing could be learnt proves nothing: the next one is asked again.
+        self._prove = self._prove and result.proof is None
+        return result
+
+    def export(self, directory: Path, *, optimizer: bool) -> None:
+        """Write adapter, trainer state and (on request) optimizer state into an existing directory. One process."""
+        tensors = {slot.name: slot.tensor.detach() for slot in adapter_slots(self.decoder)}
+        write_adapter(directory, adapter_config(self._recipe), tensors)
+        write_trainer_state(directory, SavedState(self.steps_done, self._lr, rng_state()))
+        if optimizer:
+            write_optimizer_state(
+                directory / OPTIMIZER_DIR, self.optimizer.state_slots(), updates=self.optimizer.updates
+            )
+
+    @torch.no_grad()
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs `[n - 1]` of a fixed sequence with the current adapter at temperature 1 (the canary)."""
+        device = self.decoder.build.device
+        ids = torch.tensor(list(tokens), dtype=torch.int64, device=device)
+        hidden: Tensor = self.decoder(Packed(ids, torch.tensor([0, len(ids)], device=device)))
+        label, _ = head_logprobs(
+            self.decoder, hidden[:-1], ids[1:], None, temperature=1.0, chunk=self._settings.logprob_chunk_tokens
+        )
+        return [float(value) for value in label]
+
+    def _load_adapter(self, directory: Path) -> None:
+        found, wanted = read_adapter_config(directory), adapter_config(self._recipe)
+        if (found.rank, found.alpha) != (wanted.rank, wanted.alpha):
+            raise ResumeError(
+                f"{directory}: adapter has rank {found.rank} and alpha {found.alpha:g}, "
+                f"the recipe has train.lora.rank {wanted.rank} and alpha {wanted.alpha:g}"
+            )
+        load_adapter(directory, adapter_slots(self.decoder))
+
+
+def build_trainer(
+    recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE, schedule: Schedule | None = None
+) -> tuple[Trainer, LoadReport]:
+    """Decoder from `model_dir` (checked by name, shape and dtype), adapter memory, AdamW; then see `Trainer`."""
+    config = load_config(model_dir)
+    if config.family != recipe.model.family:
+        raise ResumeError(
+            f"{model_dir}: a {config.family} checkpoint, the recipe says model.family {recipe.model.family}"
+        )
+    device = torch.device("cpu") if recipe.train.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    lora = recipe.train.lora
+    build = Build(
+        mesh=mesh,
+        dtype=_DTYPES[recipe.model.dtype],
+        device=device,
+        lora=LoraSpec(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=LORA_TARGETS if lora.target_modules == "all-linear" else lora.target_modules,
+            tie_gate_up=lora.tie_gate_up,
+            seed=recipe.seed,
+        ),
+        row_multiple=recipe.rollout.engine.row_multiple,
+        recompute=recipe.train.recompute,
+    )
+    decoder = Decoder(config, build)
+    checkpoint = NativeCheckpoint(model_dir)
+    checkpoint.check_names(expected_names(config), IGNORED_PREFIXES)
+    report = checkpoint.load(base_slots(decoder))
+    adam = recipe.train.optimizer
+    optimizer = AdamW(trainable_slots(decoder), AdamSettings(adam.beta1, adam.beta2, adam.eps, adam.weight_decay))
+    return Trainer(decoder, recipe, optimizer, schedule), report
+
+
+def adapter_config(recipe: Recipe) -> AdapterConfig:
+    """What `adapter_config.json` of this recipe says."""
+    lora = recipe.train.lora
+    return AdapterConfig(lora.rank, lora.alpha, None if lora.target_modules == "all-linear" else lora.target_modules)
+
+
+def loss_choice(recipe: Recipe) -> LossChoice:
+    """The recipe's loss with its plain numbers; the candidate mode follows from the sampling."""
+    return LossChoice(
+        kind=recipe.algorithm.loss,
+        weighting=Weighting(recipe.algorithm.importance),
+        mode=CandidateMode(recipe.candidate_mode),
+        clip_low=recipe.algorithm.clip_low,
+        clip_high=recipe.algorithm.clip_high,
+    )
+
+
+def sample_limits(decoder: Decoder, recipe: Recipe) -> SampleLimits:
+    """What a sample must satisfy for this model and recipe."""
+    config = decoder.config
+    return SampleLimits(
+        vocab_size=config.vocab_size,
+        max_tokens=recipe.train.max_tokens_per_gpu * recipe.train.parallel.cp,
+        candidates=recipe.rollout.top_logprobs_num,
+        moe_layers=tuple(i for i in range(config.num_hidden_layers) if config.is_moe(i)),
+        num_layers=config.num_hidden_layers,
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_token,
+        replay_routing=recipe.rollout.routing_replay,
+    )
+
+
+def describe(restored: Restored) -> dict[str, Any]:
+    """JSON form."""
+    return {
+        "step": restored.step,
+        "restored": list(restored.restored),
+        "not_restored": list(restored.not_restored),
+    }
