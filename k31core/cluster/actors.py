@@ -100,7 +100,7 @@ class Worker:
 
 
 def wait_for(workers: Sequence[Worker], calls: Sequence[ray.ObjectRef], method: str, timeout_s: float) -> list[Any]:
-    """Results of one call on each worker. A lost worker is WorkerLostError; the worker's own error is raised as it is."""
+    """Results of one call on each worker. A lost worker is WorkerLostError; the worker's own error is raised as is."""
     names = ", ".join(worker.spec.name for worker in workers)
     try:
         return list(ray.get(list(calls), timeout=timeout_s))
@@ -137,8 +137,9 @@ def ensure_placement_group(name: str, bundles: Sequence[Mapping[str, float]], *,
         ]
         free = ray.available_resources()
         raise ClusterError(
-            f"Ray cannot place {wanted} within {timeout_s:.0f} s (cluster.bringup_timeout_s). Nodes: {'; '.join(nodes)}. "
-            f"Free now: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs. Another run may hold them (`k31 status`)."
+            f"Ray cannot place {wanted} within {timeout_s:.0f} s (cluster.bringup_timeout_s). "
+            f"Nodes: {'; '.join(nodes)}. Free now: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs. "
+            f"Another run may hold them (`k31 status`)."
         )
     return group
 
@@ -150,23 +151,37 @@ def _existing_group(name: str) -> PlacementGroup | None:
         return None
 
 
-def attach_or_start(spec: WorkerSpec, group: PlacementGroup, *, timeout_s: float) -> Worker:
-    """Attach to the actor `spec.name` when it is alive and of this fingerprint; otherwise start a new one."""
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An actor that was found or is being started."""
+
+    spec: WorkerSpec
+    handle: ActorHandle
+    attached: bool
+
+
+def attach_or_begin(spec: WorkerSpec, group: PlacementGroup, *, busy_s: float = 30.0) -> Pending:
+    """Attach to `spec.name` when it answers within `busy_s` and has this fingerprint; otherwise begin a new one."""
     handle = _existing_actor(spec.name)
     if handle is not None:
-        identity = _identity(handle, timeout_s=min(timeout_s, 30.0))
+        identity = _identity(handle, timeout_s=busy_s)
         if identity is not None and identity["fingerprint"] == spec.fingerprint:
-            return Worker(spec, handle, identity["pid"], attached=True)
+            return Pending(spec, handle, attached=True)
         kill(spec.name)
-    handle = start(spec, group)
+    return Pending(spec, start(spec, group), attached=False)
+
+
+def finish(pending: Pending, *, timeout_s: float) -> Worker:
+    """Wait until the actor answers. Raises ClusterError after the deadline, or when its class cannot be made."""
+    spec = pending.spec
     try:
-        identity = ray.get(handle.identity.remote(), timeout=timeout_s)
+        identity = ray.get(pending.handle.identity.remote(), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         kill(spec.name)
         raise ClusterError(f"{spec.name} did not start within {timeout_s:.0f} s (cluster.bringup_timeout_s)") from error
     except ray.exceptions.RayActorError as error:
         raise ClusterError(f"{spec.name} did not start: {error}") from error
-    return Worker(spec, handle, identity["pid"], attached=False)
+    return Worker(spec, pending.handle, identity["pid"], attached=pending.attached)
 
 
 def start(spec: WorkerSpec, group: PlacementGroup) -> ActorHandle:

@@ -27,7 +27,7 @@ class Phase(StrEnum):
     REPORT = "report"
 
 
-PROGRESS = frozenset({Phase.ROLLOUT, Phase.TRAIN, Phase.SAVE})
+PROGRESS = (Phase.ROLLOUT, Phase.TRAIN, Phase.SAVE)
 """Phases whose commit counts as progress for the limit on automatic attempts."""
 
 
@@ -89,19 +89,24 @@ class Ledger:
         record = self.last(phase)
         return int(record["step"]) if record else 0
 
+    def mark(self) -> list[int]:
+        """How far the run ever came: highest step rolled out, trained, saved. Work done again does not raise it."""
+        steps = {phase: [r["step"] for r in self.records if r["phase"] == phase] for phase in PROGRESS}
+        return [max(steps[phase], default=0) for phase in PROGRESS]
+
     def begin_attempt(self, attempt: Attempt) -> None:
-        """Record that a flow run starts to work here."""
+        """Record that a flow run starts to work here, and how far the run was then."""
         outputs = {"flow_run_id": attempt.flow_run_id, "run_count": attempt.run_count, "by": attempt.by}
-        self.append(Phase.ATTEMPT, self.last_step(Phase.TRAIN), outputs=outputs)
+        self.append(Phase.ATTEMPT, self.last_step(Phase.TRAIN), outputs={**outputs, "mark": self.mark()})
 
     def attempts_without_progress(self) -> int:
-        """Service attempts since the last committed phase or the last start by a person."""
-        count = 0
+        """Attempts in a row, up to now, that began where the run still stands; a start by a person begins anew."""
+        mark, count = self.mark(), 0
         for record in reversed(self.records):
-            if record["phase"] in PROGRESS:
-                break
             if record["phase"] == Phase.ATTEMPT:
-                if record["outputs"].get("by") == "user":
+                if record["outputs"]["mark"] != mark:
                     break
                 count += 1
+                if record["outputs"]["by"] == "user":
+                    break
         return count

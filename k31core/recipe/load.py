@@ -73,6 +73,14 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), directory: Pat
     return parse_recipe(tree, str(path))
 
 
+def override_recipe(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
+    """A recipe with `a.b.c=value` overrides on top, validated again. Raises RecipeError."""
+    tree = recipe.model_dump(mode="json")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_recipe(tree, f"{recipe.name} (with overrides)")
+
+
 def parse_recipe(tree: Mapping[str, Any], where: str) -> Recipe:
     """Validate a tree of plain values; `where` names it in the error."""
     try:

@@ -1,0 +1,105 @@
+"""The flow `k31`: prepare, cluster, the training loop, report. Plain Python, no torch.
+
+    prepare ──► cluster ──► for step in …: rollout ─► train ─► sync ─► (save) ─► (evaluate) ─► finish_step ──► report
+
+The run directory is the truth: a flow run that is killed, retried or started anew finds there where the run stands.
+Deployments differ only by parameters.
+"""
+
+from typing import Any
+
+from prefect import flow
+from prefect.client.schemas.objects import State, StateType
+from prefect.logging import get_run_logger
+
+from tasks.artifacts import ProgressArtifact
+from tasks.cluster import WorkerLostError, connect
+from tasks.evaluate import evaluate
+from tasks.finish_step import WatchdogStop, finish_step, restore_history
+from tasks.prepare import prepare
+from tasks.report import report
+from tasks.rollout import rollout
+from tasks.run_directory import Request, Run, begin_attempt, open_run
+from tasks.save import save, save_if_idle
+from tasks.sinks import open_sinks
+from tasks.storage import STORAGE_NAME
+from tasks.sync import sync
+from tasks.train import train
+
+
+@flow(name="k31", persist_result=True, result_serializer="json", result_storage=STORAGE_NAME)
+def k31(
+    recipe: str = "tiny",
+    overrides: list[str] | None = None,
+    save_dir: str = "runs",
+    run_id: str | None = None,
+    resume: bool = False,
+    num_rollout: int | None = None,
+    skip_saving: bool = False,
+    requested_by: str = "service",
+) -> dict[str, Any] | State:
+    """Train the recipe, or continue the run `run_id` (with `resume` and no id: the newest unfinished one)."""
+    request = Request(recipe, tuple(overrides or ()), save_dir, run_id, resume, num_rollout, skip_saving, requested_by)
+    with open_run(request) as run:
+        refusal = begin_attempt(run)
+        if refusal:
+            return stopped(refusal)
+        prepare(run)
+        connect(run)
+        run.save_if_idle = save_if_idle
+        open_sinks(run)
+        restore_history(run)
+        try:
+            train_loop(run)
+        except WatchdogStop as stop:
+            return stopped(str(stop))
+        return report(run)
+
+
+def train_loop(run: Run) -> None:
+    """Every step that the trainer's memory does not hold yet; a lost worker is replaced and its steps are redone."""
+    progress = ProgressArtifact(run)
+    publish_start(run)
+    while run.position.trained < run.last_step:
+        step = run.position.trained + 1
+        try:
+            one_step(run, step)
+        except WorkerLostError as lost:
+            recover(run, step, lost)
+        progress.update(run.position.trained, run.last_step)
+
+
+def one_step(run: Run, step: int) -> None:
+    """Roll out with the current adapter, train on the result, publish the new adapter; now and then save, evaluate."""
+    run.begin_step(step)
+    drawn = rollout(run, step, policy_version=step - 1)
+    run.position.cursor = drawn["cursor"]
+    train(run, step, drawn["directory"], run.position.incarnation)
+    sync(run, step)
+    if run.saves_at(step):
+        save(run, step)
+    if run.evaluates_at(step):
+        evaluate(run, step, policy_version=step)
+    finish_step(run, step)
+
+
+def publish_start(run: Run) -> None:
+    """Give the engine the adapter that the trainer holds; before the very first step, evaluate it."""
+    sync(run, run.position.trained)
+    if run.position.trained == 0 and run.evaluates_at(0):
+        evaluate(run, 0, policy_version=0)
+        finish_step(run, 0)
+
+
+def recover(run: Run, step: int, lost: WorkerLostError) -> None:
+    """Replace what was lost and go back to the last save; committed rollouts are used again. Gives up in the end."""
+    get_run_logger().warning("step %d: %s", step, lost)
+    run.count_loss(step, lost)
+    connect(run)
+    sync(run, run.position.trained)
+
+
+def stopped(reason: str) -> State:
+    """A final state that no automation takes for a fault to be retried."""
+    get_run_logger().error(reason)
+    return State(type=StateType.CANCELLED, name="Stopped", message=reason)

@@ -1,0 +1,206 @@
+"""Stage cluster: placement group, detached actors, and what a resumed run finds in their memory."""
+
+import hashlib
+import json
+import os
+import uuid
+from typing import Any
+
+import ray
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+
+from k31core.cluster import actors
+from k31core.cluster.actors import WorkerLostError, WorkerSpec
+from k31core.observe.ledger import Phase
+from tasks.run_directory import Position, Run
+
+__all__ = ["WorkerLostError", "connect", "connect_ray", "group_name", "worker_names"]
+
+ROLLOUT_WORKER = ("k31core.workers.rollout", "RolloutWorker")
+TRAIN_WORKER = ("k31core.workers.train", "TrainWorker")
+
+
+@task(name="cluster", task_run_name="cluster", cache_policy=NO_CACHE, persist_result=False)
+def connect(run: Run) -> None:
+    """Place the workers, start or re-attach them, and bring trainer and position to the newest valid commit.
+
+    An attached trainer is used as it is only when the step in its memory is the ledger's last trained step; otherwise
+    it is restored from the newest valid save. Steps after that save are trained again from their committed rollouts.
+    """
+    connect_ray(run)
+    recipe = run.recipe
+    trainer_specs, engine_spec = worker_specs(run)
+    bundles = [_bundle(spec) for spec in [*trainer_specs, engine_spec]]
+    group = actors.ensure_placement_group(
+        group_name(run), bundles, spread=False, timeout_s=recipe.cluster.bringup_timeout_s
+    )
+    trainers = _attach_or_begin_ranks(trainer_specs, group)
+    pending = [*trainers, actors.attach_or_begin(engine_spec, group)]
+    workers = [actors.finish(item, timeout_s=recipe.cluster.bringup_timeout_s) for item in pending]
+    run.trainers, run.engine = workers[:-1], workers[-1]
+    _replace_busy_engine(run, group)
+    _start_new(run)
+    run.position = _position(run)
+
+
+def connect_ray(run: Run) -> None:
+    """Attach this process to the Ray cluster named by RAY_ADDRESS; a no-op when it is attached."""
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise actors.ClusterError("RAY_ADDRESS is not set: `k31 up` starts a local head and prints what to export")
+    local = {"_node_ip_address": "127.0.0.1"} if address.startswith("127.") else {}
+    ray.init(address=address, namespace=actors.NAMESPACE, log_to_driver=False, logging_level="warning", **local)
+    run.cleanup.append(ray.shutdown)
+
+
+def group_name(run: Run) -> str:
+    """Name of the run's placement group."""
+    return f"k31/{run.store.run_id}"
+
+
+def worker_names(run_id: str, world_size: int) -> list[str]:
+    """Names of a run's actors."""
+    return [f"{run_id}/trainer-{rank}" for rank in range(world_size)] + [f"{run_id}/engine"]
+
+
+def worker_specs(run: Run) -> tuple[list[WorkerSpec], WorkerSpec]:
+    """How the trainer ranks and the engine are started."""
+    assert run.prepared is not None
+    recipe = run.recipe
+    text = recipe.model_dump_json()
+    world_size = recipe.train.parallel.world_size
+    run_dir, model_dir = str(run.store.root), str(run.prepared.model_dir)
+    # one rendezvous file a bring-up: a stale one would make new ranks join a dead group
+    init_method = f"file://{run.store.root}/.rendezvous-{uuid.uuid4().hex[:8]}" if world_size > 1 else ""
+    fingerprint = hashlib.sha256(json.dumps([text, run_dir, model_dir]).encode()).hexdigest()
+    names = worker_names(run.store.run_id, world_size)
+    shares_gpu = recipe.cluster.colocate and recipe.train.device == "cuda"
+    trainers = [
+        WorkerSpec(
+            name=names[rank],
+            module=TRAIN_WORKER[0],
+            class_name=TRAIN_WORKER[1],
+            arguments={
+                "recipe_json": text,
+                "run_dir": run_dir,
+                "model_dir": model_dir,
+                "rank": rank,
+                "world_size": world_size,
+                "init_method": init_method,
+            },
+            fingerprint=fingerprint,
+            bundle=rank,
+            num_cpus=recipe.cluster.cpus_per_trainer,
+            num_gpus=(0.5 if shares_gpu else 1.0) if recipe.train.device == "cuda" else 0.0,
+            environment=_environment(run, recipe.train.threads),
+        )
+        for rank in range(world_size)
+    ]
+    engine = WorkerSpec(
+        name=names[-1],
+        module=ROLLOUT_WORKER[0],
+        class_name=ROLLOUT_WORKER[1],
+        arguments={
+            "recipe_json": text,
+            "run_dir": run_dir,
+            "model_dir": model_dir,
+            "data_dir": str(run.prepared.data_dir),
+        },
+        fingerprint=fingerprint,
+        bundle=world_size,
+        num_cpus=recipe.cluster.cpus_per_engine,
+        environment=_environment(run, recipe.rollout.engine.threads),
+        concurrent=True,
+    )
+    return trainers, engine
+
+
+def _environment(run: Run, threads: int) -> dict[str, str]:
+    """Variables of a worker process. Thread counts are part of the recipe: bits depend on them."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCHDYNAMO_DISABLE": "1" if run.recipe.train.device == "cpu" else "0",
+        **run.recipe.env.variables,
+    }
+
+
+def _bundle(spec: WorkerSpec) -> dict[str, float]:
+    bundle = {"CPU": spec.num_cpus}
+    if spec.num_gpus:
+        bundle["GPU"] = spec.num_gpus
+    return bundle
+
+
+def _attach_or_begin_ranks(specs: list[WorkerSpec], group: Any) -> list[actors.Pending]:
+    """All ranks attached, or all new: a living rank of a broken process group is of no use."""
+    pending = [actors.attach_or_begin(spec, group) for spec in specs]
+    if len({item.attached for item in pending}) == 1:
+        return pending
+    for spec in specs:
+        actors.kill(spec.name)
+    return [actors.attach_or_begin(spec, group) for spec in specs]
+
+
+def _replace_busy_engine(run: Run, group: Any) -> None:
+    """An attached engine that still works for a dead flow run is replaced: its results would go nowhere."""
+    assert run.engine is not None
+    if not run.engine.attached:
+        return
+    health: dict[str, Any] = run.engine.call("health", timeout_s=30.0)
+    if health.get("alive", True) and not health.get("running") and not health.get("waiting"):
+        return
+    actors.kill(run.engine.spec.name)
+    pending = actors.attach_or_begin(run.engine.spec, group)
+    run.engine = actors.finish(pending, timeout_s=run.recipe.cluster.bringup_timeout_s)
+
+
+def _start_new(run: Run) -> None:
+    """Load the model in every worker that is new, all at once."""
+    assert run.engine is not None
+    new = [worker for worker in [*run.trainers, run.engine] if not worker.attached]
+    calls = [worker.submit("start") for worker in new]
+    actors.wait_for(new, calls, "start", run.recipe.rollout.engine.startup_timeout_s)
+
+
+def _position(run: Run) -> Position:
+    log = get_run_logger()
+    search = run.store.latest_valid_commit()
+    for directory, why in search.rejected:
+        log.warning("save %s is not valid and is passed over: %s", directory.name, why)
+    saved = search.commit.step if search.commit else 0
+    last = run.store.ledger.last_step(Phase.TRAIN)
+    incarnation = "-".join(f"{worker.pid}" for worker in run.trainers)
+    if all(worker.attached for worker in run.trainers) and last >= saved:
+        steps = run.call_trainers("step")
+        if all(step == last for step in steps):
+            return Position(last, saved, _cursor(run, last, search), f"{incarnation}-{_last_restore(run)}")
+    source = str(search.commit.directory) if search.commit else None
+    with run.phase(Phase.RESUME, saved, {"from": source, "ledger_step": last}) as outputs:
+        replies = run.call_trainers("restore", source)
+        outputs.update(restored=replies[0].get("restored"), not_restored=replies[0].get("not_restored"))
+        outputs["rejected"] = [why for _, why in search.rejected]
+    if source:
+        log.info("restored from %s: %s", source, replies[0].get("restored"))
+        if replies[0].get("not_restored"):
+            log.warning("not restored: %s", replies[0]["not_restored"])
+    return Position(saved, saved, _cursor(run, saved, search), f"{incarnation}-{_last_restore(run)}")
+
+
+def _last_restore(run: Run) -> int:
+    record = run.store.ledger.last(Phase.RESUME)
+    return int(record["seq"]) if record else 0
+
+
+def _cursor(run: Run, step: int, search: Any) -> Any:
+    """The data cursor after `step`: from the ledger of that rollout, or from the save where the ledger is shorter."""
+    if step == 0:
+        return None
+    record = run.store.ledger.last(Phase.ROLLOUT, step)
+    if record is not None:
+        return record["outputs"]["cursor"]
+    return search.commit.facts["cursor"]

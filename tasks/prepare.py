@@ -1,0 +1,89 @@
+"""Stage prepare: the base checkpoint and the data set, cached by content over all runs on this machine."""
+
+import concurrent.futures
+import hashlib
+import json
+import multiprocessing
+import shutil
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.logging import get_run_logger
+
+from k31core.observe.ledger import Phase
+from k31core.recipe.model import ModelSource, TinyCheckpoint
+from k31core.recipe.recipe import Recipe
+from tasks.run_directory import Prepared, Run
+from tasks.storage import ContentKey, describe_files
+
+TINY_VERSION = 1
+"""Raise when the tiny checkpoint's maker changes what it makes."""
+
+
+def prepare(run: Run) -> Prepared:
+    """Make or find everything a run reads: the checkpoint directory and the data directory."""
+    with run.phase(Phase.PREPARE, run.position.trained) as outputs:
+        model_dir = _prepare_model(run)
+        from tasks.dataset import prepare_dataset
+
+        data = prepare_dataset(run.recipe.model_dump(mode="json"), str(model_dir), str(run.home.data))
+        run.prepared = Prepared(model_dir, Path(data["directory"]))
+        outputs["model_dir"], outputs["data_dir"] = str(model_dir), data["directory"]
+    return run.prepared
+
+
+def _prepare_model(run: Run) -> Path:
+    recipe = run.recipe
+    if recipe.model.source is ModelSource.TINY and recipe.model.tiny is not None:
+        config = recipe.model.tiny.model_dump(mode="json")
+        return Path(make_tiny(config, recipe.model.family, str(run.home.models))["directory"])
+    if recipe.model.source is ModelSource.HUB:
+        from tasks.download import download_model
+
+        return Path(download_model(recipe.model.model_dump(mode="json"), str(run.home.models))["directory"])
+    return _local_model(recipe, run.home.models)
+
+
+def _local_model(recipe: Recipe, models: Path) -> Path:
+    directory = models / recipe.model.name
+    if not (directory / "config.json").is_file():
+        raise ModelMissingError(
+            f"model.source is 'local' but {directory} holds no config.json: put the checkpoint there, set "
+            f"K31_MODEL_DIR to where it is, or use model.source=hub"
+        )
+    return directory
+
+
+class ModelMissingError(ValueError):
+    """A local checkpoint that is not there: names the directory."""
+
+
+@task(
+    name="make-tiny-checkpoint",
+    task_run_name="make-tiny-checkpoint",
+    cache_policy=ContentKey(fields=("config", "family", "models"), version=TINY_VERSION),
+    persist_result=True,
+    result_serializer="json",
+)
+def make_tiny(config: dict[str, Any], family: str, models: str) -> dict[str, Any]:
+    """Pre-train and write the tiny checkpoint, in a process of its own so that its memory goes away."""
+    name = hashlib.sha256(json.dumps([TINY_VERSION, family, config], sort_keys=True).encode()).hexdigest()[:12]
+    directory = Path(models) / f"tiny-{name}"
+    staging = directory.with_name(f".{directory.name}.making")
+    for stale in (staging, directory):
+        if stale.exists():
+            shutil.rmtree(stale)
+    staging.mkdir(parents=True)
+    get_run_logger().info("pre-training the tiny checkpoint: about two minutes, once")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(_make_tiny, config, family, str(staging)).result()
+    staging.rename(directory)
+    return {"directory": str(directory), "files": describe_files(directory)}
+
+
+def _make_tiny(config: dict[str, Any], family: str, out_dir: str) -> None:
+    """Runs in the child process: torch is imported here only."""
+    from k31core.convert.tiny import make_tiny_checkpoint
+
+    make_tiny_checkpoint(TinyCheckpoint.model_validate(config), family, Path(out_dir), lambda done, total, note: None)

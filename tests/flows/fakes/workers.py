@@ -1,0 +1,159 @@
+"""Small stand-ins for the two workers, for tests of the flow alone: a "model" of four numbers, exact and fast.
+
+They keep the workers' contracts: committed rollouts are returned and not drawn again, a restore gives back exactly
+what was exported, digests agree on both sides. Faults are asked for with files in the run directory: `fault-METHOD`
+holds `error`, `exit` or `hang` and is removed when it strikes.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from k31core.checkpoint import commit as commits
+from k31core.checkpoint.store import step_name
+
+WIDTH = 4
+
+
+def _digest(values: np.ndarray) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()
+
+
+def _strike(run_dir: Path, method: str) -> None:
+    fault = run_dir / f"fault-{method}"
+    if not fault.exists():
+        return
+    kind = fault.read_text().strip()
+    if kind != "always":
+        fault.unlink()
+    if kind == "exit":
+        os._exit(1)
+    if kind == "hang":
+        time.sleep(3600)
+    raise RuntimeError(f"injected fault in {method}")
+
+
+class RolloutWorker:
+    """Draws numbers near the adapter's."""
+
+    def __init__(self, recipe_json: str, run_dir: str, model_dir: str, data_dir: str) -> None:
+        self.recipe = json.loads(recipe_json)
+        self.run_dir = Path(run_dir)
+        self.version = -1
+        self.adapter = np.zeros(WIDTH, dtype=np.float32)
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def run(self, step: int, cursor: Any, policy_version: int, adapter_dir: str | None) -> dict[str, Any]:
+        final = self.run_dir / "rollouts" / step_name(step)
+        if not commits.is_committed(final):
+            with (self.run_dir / "drawn.log").open("a") as log:
+                log.write(f"{step}\n")
+            if self.version != policy_version:
+                await self.load_adapter(adapter_dir, policy_version)
+            _strike(self.run_dir, "rollout")
+            await asyncio.sleep(float(os.environ.get("K31_FAKE_SECONDS", "0")))
+            start = (cursor or {"position": 0})["position"]
+            rng = np.random.default_rng([self.recipe["seed"], step])
+            facts: dict[str, Any] = {"step": step, "policy_version": policy_version}
+            with commits.staged(final, "rollout", facts) as staging:
+                samples = self.adapter + rng.standard_normal(WIDTH, dtype=np.float32)
+                save_file({"samples": samples}, staging / "samples.safetensors")
+                facts["cursor"] = {"position": start + 2}
+                facts["metrics"] = {"rollout/raw_reward": float(1 - 1 / (step + 1)), "rollout/truncated_ratio": 0.0}
+                facts["prompts"] = [{"prompt_id": f"p{start + i}", "state": "trained"} for i in range(2)]
+        facts = commits.read_manifest(final)["facts"]
+        return {
+            "step": step,
+            "directory": str(final),
+            "files": [],
+            **{k: facts[k] for k in ("metrics", "cursor", "prompts")},
+        }
+
+    async def load_adapter(self, directory: str, version: int) -> dict[str, Any]:
+        _strike(self.run_dir, "load_adapter")
+        self.adapter = load_file(Path(directory) / "adapter_model.safetensors")["w"]
+        self.version = version
+        return {"digest": _digest(self.adapter), "version": version}
+
+    async def evaluate(self, step: int, policy_version: int) -> dict[str, float]:
+        return {"eval/heldout": float(np.tanh(np.abs(self.adapter).sum()))}
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        return [float(self.adapter[t % WIDTH]) for t in tokens[1:]]
+
+    async def health(self) -> dict[str, Any]:
+        return {"alive": True, "running": 0, "waiting": 0, "policy_version": self.version}
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class TrainWorker:
+    """Moves its four numbers towards the samples' mean, with momentum (its "optimizer state")."""
+
+    def __init__(
+        self, recipe_json: str, run_dir: str, model_dir: str, rank: int, world_size: int, init_method: str
+    ) -> None:
+        self.run_dir, self.rank = Path(run_dir), rank
+        self.at = 0
+        self.w = np.zeros(WIDTH, dtype=np.float32)
+        self.m = np.zeros(WIDTH, dtype=np.float32)
+
+    def start(self) -> None:
+        """Nothing to load."""
+
+    def step(self) -> int:
+        return self.at
+
+    def restore(self, adapter_dir: str | None) -> dict[str, Any]:
+        if adapter_dir is None:
+            self.at, self.w, self.m = 0, np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+            return {"step": 0, "restored": [], "not_restored": []}
+        directory = Path(adapter_dir)
+        self.at = int(json.loads((directory / "trainer.json").read_text())["step"])
+        self.w = load_file(directory / "adapter_model.safetensors")["w"]
+        self.m = load_file(directory / "optimizer.safetensors")["m"]
+        return {"step": self.at, "restored": ["adapter", "optimizer"], "not_restored": []}
+
+    def train(self, step: int, rollout_dir: str) -> dict[str, Any]:
+        assert step == self.at + 1, (step, self.at)
+        _strike(self.run_dir, "train")
+        time.sleep(float(os.environ.get("K31_FAKE_SECONDS", "0")))
+        samples = load_file(Path(rollout_dir) / "samples.safetensors")["samples"]
+        gradient = self.w - samples
+        self.m = 0.9 * self.m + gradient
+        self.w = (self.w - 0.1 * self.m).astype(np.float32)
+        self.at = step
+        norm = float(np.linalg.norm(gradient))
+        return {
+            "step": step,
+            "metrics": {"train/grad_norm": norm, "train/loss": norm},
+            "adapter_digest": _digest(self.w),
+        }
+
+    def export(self, step: int, out_dir: str, optimizer: bool) -> dict[str, Any]:
+        _strike(self.run_dir, "export")
+        assert step == self.at
+        out = Path(out_dir)
+        save_file({"w": self.w}, out / "adapter_model.safetensors")
+        (out / "trainer.json").write_text(json.dumps({"step": self.at}))
+        if optimizer:
+            save_file({"m": self.m}, out / "optimizer.safetensors")
+        return {"step": step, "adapter_digest": _digest(self.w)}
+
+    def score(self, tokens: list[int]) -> list[float]:
+        return [float(self.w[t % WIDTH]) for t in tokens[1:]]
+
+    def close(self) -> None: ...
