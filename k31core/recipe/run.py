@@ -43,6 +43,8 @@ class ClusterRecipe(Section):
     gpus_per_node: int = Field(0, ge=0)
     accelerator: str | None = None
     """Expected card, e.g. `H200`; a node with another one is refused."""
+    host_memory_gb: float | None = Field(None, gt=0)
+    """Memory of each host; `k31 plan` checks against it. None: not judged."""
     colocate: bool = True
     """Trainer and engine share the cards."""
     bringup_timeout_s: float = Field(300.0, gt=0)

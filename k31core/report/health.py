@@ -29,11 +29,6 @@ class Statement:
 
 
 _AGREEMENT = "train/train_rollout_logprob_abs_diff"
-# The published bands of the two recipes (spec of the recipes, "healthy").
-_BANDS = {
-    "k31-32xh200": {"perf/step_time": (1422.0, 2010.0), _AGREEMENT: (0.014, 0.018), "rollout/raw_reward": (0.5, 0.8)},
-    "k3-64xgb300": {"perf/step_time": (660.0, 780.0), "rollout/raw_reward": (0.5, 0.75)},
-}
 
 
 def statements(run: RunRecord) -> list[Statement]:
@@ -95,11 +90,19 @@ def _agreement(run: RunRecord) -> list[Statement]:
 
 
 def _bands(run: RunRecord) -> list[Statement]:
+    """The run beside what the recipe's validated run looked like."""
+    health = run.resolved.recipe.health
     lines = []
-    for name, (low, high) in _BANDS.get(run.resolved.recipe.name, {}).items():
+    for name, (low, high) in health.bands.items():
         series = run.series(name)
         if series:
             mean = series.mean_of()
             mark = Mark.GOOD if low <= mean <= high else Mark.WATCH
             lines.append(Statement(f"{name}, mean", f"{mean:.4g}", mark, f"published band {low:g} to {high:g}"))
+    for name, (first, last) in health.trends.items():
+        series = run.series(name)
+        if series:
+            value = f"{series.mean_of(first=5):.4g} → {series.mean_of(last=5):.4g}"
+            note = f"published {first:g} → {last:g}"
+            lines.append(Statement(f"{name}, first five → last five", value, Mark.PLAIN, note))
     return lines

@@ -1,0 +1,127 @@
+"""Every trainer rank of a layout, built from the real model code on the `meta` device, and what it holds.
+
+No memory is used for weights, and no rank but its own place is looked at: names, shapes and bytes are those that the
+rank would allocate.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from k31core.model.build import LORA_TARGETS, Build, ExpertFormat, LoraSpec
+from k31core.model.config import ModelConfig
+from k31core.model.decoder import Decoder
+from k31core.model.lora import trainable_slots
+from k31core.model.weight_names import base_slots
+from k31core.parallel.mesh import Axis, LayoutError, Mesh, stage_layers
+from k31core.parallel.sharding import Stored
+from k31core.recipe.recipe import Recipe
+from k31core.recipe.train import ParallelRecipe
+
+_PACKED = (Stored.PACKED, Stored.SCALE)
+
+
+@dataclass(frozen=True, slots=True)
+class RankWeights:
+    """What one rank holds before anything runs. Bytes, but for the counts."""
+
+    rank: int
+    stage: int
+    layers: tuple[int, int]
+    """First and last absolute layer, 0-based."""
+    tensors: int
+    """Base tensors read from the checkpoint."""
+    expert_bytes: int
+    """Routed experts as they lie in memory: packed codes and scales, or BF16."""
+    base_bytes: int
+    """Everything frozen that is not a routed expert."""
+    adapter_parameters: int
+    """Trainable parameters on this rank, replicated factors included."""
+    adapter_owned: int
+    """Parameters of which this rank is the first holder: summed over ranks they are the adapter."""
+
+
+def mesh_of_rank(parallel: ParallelRecipe, rank: int) -> Mesh:
+    """The place of `rank` in the layout, without process groups. Order (fastest first): TP, CP, DP, PP."""
+    tp, cp, dp, pp, ep = parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.ep
+    stage_size = tp * cp * dp
+    inside = rank % stage_size
+    tp_rank, cp_rank, dp_rank = inside % tp, inside // tp % cp, inside // (tp * cp)
+    return Mesh(
+        tp=Axis(tp, tp_rank),
+        cp=Axis(cp, cp_rank),
+        dp=Axis(dp, dp_rank),
+        pp=Axis(pp, rank // stage_size),
+        ep=Axis(ep, inside % ep),
+        expert_dp=Axis(stage_size // ep, inside // ep),
+        data=Axis(dp * cp, inside // tp),
+        stage=Axis(stage_size, inside),
+        model=Axis(tp * pp, tp_rank + tp * (rank // stage_size)),
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def lora_spec(recipe: Recipe) -> LoraSpec:
+    """The adapter that a recipe asks for."""
+    lora = recipe.train.lora
+    targets = LORA_TARGETS if lora.target_modules == "all-linear" else lora.target_modules
+    return LoraSpec(lora.rank, lora.alpha, tuple(targets), lora.tie_gate_up, torch.bfloat16, recipe.seed)
+
+
+def check_layout(config: ModelConfig, parallel: ParallelRecipe) -> None:
+    """Refuse a layout that does not divide the model, naming the two numbers."""
+    pairs = (
+        ("MLA heads", config.num_attention_heads, "TP", parallel.tp),
+        ("KDA heads", config.kda_num_heads, "TP x CP", parallel.tp * parallel.cp),
+        ("vocabulary", config.vocab_size, "TP", parallel.tp),
+        ("routed experts", config.num_experts, "EP", parallel.ep),
+        ("dense FFN width", config.intermediate_size, "TP", parallel.tp),
+    )
+    for what, total, axis, size in pairs:
+        if total % size:
+            raise LayoutError(f"{what} {total} does not divide by {axis} = {size}")
+    stage_layers(config.num_hidden_layers, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
+
+
+def build_rank(config: ModelConfig, recipe: Recipe, rank: int) -> RankWeights:
+    """Build one trainer rank on `meta` and count what it holds. Raises LayoutError."""
+    parallel = recipe.train.parallel
+    mesh = mesh_of_rank(parallel, rank)
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    layers = stage_layers(config.num_hidden_layers, parallel.pp, first, last)[mesh.pp.rank]
+    packed = recipe.model.ref_load == "native"
+    build = Build(
+        mesh=mesh,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        lora=lora_spec(recipe),
+        experts=ExpertFormat.PACKED if packed else ExpertFormat.DENSE,
+        recompute=recipe.train.recompute,
+    )
+    return _count(Decoder(config, build, layers), rank, layers)
+
+
+def _count(decoder: Decoder, rank: int, layers: range) -> RankWeights:
+    slots = base_slots(decoder)
+    packed = sum(s.tensor.numel() for s in slots if s.shard.stored in _PACKED)
+    dense = sum(p.numel() * p.element_size() for n, p in decoder.named_parameters() if n.endswith("_dense"))
+    base = sum(s.tensor.numel() * s.tensor.element_size() for s in slots if s.shard.stored not in _PACKED)
+    factors = trainable_slots(decoder)
+    mesh = decoder.build.mesh
+    owned = 0
+    for slot in factors:
+        experts = ".experts." in slot.name
+        divided = not slot.shard.whole
+        peers = (mesh.expert_dp.rank if divided else mesh.stage.rank) if experts else mesh.data.rank
+        first_holder = peers == 0 and (experts or divided or mesh.tp.rank == 0)
+        owned += slot.tensor.numel() if first_holder else 0
+    return RankWeights(
+        rank=rank,
+        stage=mesh.pp.rank,
+        layers=(layers[0], layers[-1]),
+        tensors=len(slots),
+        expert_bytes=packed + dense,
+        base_bytes=base,
+        adapter_parameters=sum(s.tensor.numel() for s in factors),
+        adapter_owned=owned,
+    )
