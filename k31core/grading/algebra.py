@@ -104,6 +104,8 @@ def _tokens(text: str) -> list[str | Number | Name]:
             raise NotAlgebra(f"{text[position]!r} is no part of an expression")
         position = match.end()
         groups = match.groupdict()
+        if match.group() == "0" and text[position : position + 1] in ("x", "o", "b"):
+            raise NotAlgebra("a number in another base")
         if groups.get("operator"):
             fresh: list[str | Number | Name] = ["^" if groups["operator"] == "**" else groups["operator"]]
         elif groups.get("number"):

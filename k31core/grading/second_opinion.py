@@ -2,8 +2,8 @@
 
 math-verify looks for answers in that text by itself (boxes, formulas, numbers) and accepts more than deepscaler does:
 `5!`, `2^{10}`, `\\frac{68}{2}` for whole numbers. Its own search ends in sympy's `Number(text)` and `parse_expr(text)`,
-which evaluate text as Python. So the search loop here is ours: math-verify's patterns find the places,
-`latex_reader.py` reads formulas with its grammar, plain arithmetic goes through `algebra.py`, and math-verify's `verify` compares.
+which evaluate text as Python. So the search loop here is ours: math-verify's patterns find the places, formulas go
+through its grammar (`latex_reader.py`), plain arithmetic through `algebra.py`, and its `verify` compares.
 """
 
 import re

@@ -11,13 +11,14 @@ _MAX_DIGITS = 2_000
 _MAX_EXPONENT = 1_000_000
 _MAX_GROUP_EXPONENT = 10_000
 _MAX_FACTORIAL = 9_999
+_MAX_INNER_FACTORIAL = 7
 _OPEN = r"[\s{(]*"
 _POWER = re.compile(
     rf"(?P<group>[)}}\]])?\s*\^{_OPEN}-?{_OPEN}(?P<exponent>\d[\d,_]*)(?P<tower>{_OPEN}\^{_OPEN}(?P<upper>\d+))?"
 )
 _TRIPLE_TOWER = re.compile(rf"(?:\^{_OPEN}\w+[\s)}}]*){{3,}}")
 _FACTORIAL = re.compile(r"(\d+)[\s)}]*!")
-_NESTED_FACTORIAL = re.compile(r"!(?:[\s)}]*!){2,}|![\s]*[)}][\s)}]*!")
+_NESTED_FACTORIAL = re.compile(r"(\d+)[\s)}]*!\s*[)}][\s)}]*!(?P<third>[\s)}]*!)?|!\s*!\s*!")
 _LONG_DIGITS = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
 
 
@@ -36,8 +37,11 @@ def refusal(text: str) -> str | None:
         exponent = _size(match["exponent"], match["upper"])
         if exponent > (_MAX_GROUP_EXPONENT if match["group"] else _MAX_EXPONENT):
             return f"the exponent {match['exponent'][:20]}"
-    if _NESTED_FACTORIAL.search(plain) or any(int(n[:7]) > _MAX_FACTORIAL for n in _FACTORIAL.findall(plain)):
-        return f"a factorial above {_MAX_FACTORIAL}!, or of a factorial"
+    if any(int(n[:7]) > _MAX_FACTORIAL for n in _FACTORIAL.findall(plain)):
+        return f"a factorial above {_MAX_FACTORIAL}!"
+    for match in _NESTED_FACTORIAL.finditer(plain):
+        if match[1] is None or match["third"] or int(match[1][:7]) > _MAX_INNER_FACTORIAL:
+            return "a factorial of a large factorial"
     return None
 
 

@@ -24,6 +24,10 @@ _WARM_UP = (
     ("\\boxed{x^2+\\sqrt{3}}", "\\sqrt{3}+x^2"),
     ("$(1,2]$", "(1,2]"),
     ("$x<3$", "3>x"),
+    ("$(-\\infty,3)$", "x<3"),
+    ("$x^2=4$", "x=2"),
+    ("$\\{1,2\\}$", "2,1"),
+    ("answer: 1/2+1", "1.5"),
 )
 _WARM_UP_PAIRS = (
     ("2sqrt(3)", "sqrt(12)"),
@@ -39,6 +43,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = WorkerLimits(wall_s=float(sys.argv[2]), cpu_s=float(sys.argv[3]), memory_mb=int(sys.argv[4]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.dont_write_bytecode = True  # a worker that imports late may write no file
     _warm_up()
     gc.collect()
     gc.freeze()

@@ -2,7 +2,7 @@
 
 A worker is forked from the template (`template.py`), lowers its own limits, and is killed from outside when it exceeds
 them. It trusts no text: requests are JSON lines with a bounded length, replies hold nothing of the answer, and an audit
-hook refuses to compile or execute code, to open files, to start processes or to connect, whatever a library may try.
+hook refuses to compile text, to open files, to start processes or to connect, whatever a library may try.
 """
 
 import json
@@ -12,6 +12,7 @@ import re
 import resource
 import socket
 import sys
+import sysconfig
 from typing import Any
 
 from k31core.grading.algebra import TooLarge
@@ -21,7 +22,9 @@ from k31core.grading.verdict import Outcome
 from k31core.rl.types import GradeReason
 
 _FORBIDDEN_PREFIXES = ("os.", "subprocess.", "socket.", "pty.", "shutil.", "ctypes.", "urllib.", "ftplib.", "pickle.")
-_FORBIDDEN = frozenset({"code.__new__", "import", "marshal.loads", "builtins.input", "open"})
+_FORBIDDEN = frozenset({"code.__new__", "builtins.input"})
+_LIBRARIES = frozenset({"sympy", "mpmath", "math_verify", "latex2sympy2_extended", "antlr4", "numpy", "gmpy2"})
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN_CODE = re.compile(rb"(?:def|return|if|else|None|monomial_[a-z]+|[abr]\d+|[ABk]|\d+|[\s(),:=+*<>-])+")
 """The one kind of code that sympy generates while it simplifies: arithmetic of exponents, the same for every answer."""
 
@@ -30,18 +33,38 @@ class ForbiddenEvent(RuntimeError):
     """A library tried to run code, open a file or reach outside while grading."""
 
 
-def _refuse_side_effects(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "compile" and isinstance(arguments[0], bytes) and _OWN_CODE.fullmatch(arguments[0]):
-        return
-    if event == "compile" or event in _FORBIDDEN or event.startswith(_FORBIDDEN_PREFIXES):
+def refuse_side_effects(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook (`sys.addaudithook`) of the workers. sympy imports some of its parts late, which stays possible.
+
+    Raises ForbiddenEvent.
+    """
+    match event:
+        case "import":
+            root = str(arguments[0]).partition(".")[0]
+            allowed = root in _LIBRARIES or root in sys.stdlib_module_names
+        case "compile":
+            source, name = arguments
+            allowed = _is_installed(name) or (isinstance(source, bytes) and _OWN_CODE.fullmatch(source) is not None)
+        case "open":
+            allowed = _is_installed(arguments[0]) and arguments[1] == "r"
+        case "os.listdir":
+            allowed = True
+        case _:
+            allowed = event not in _FORBIDDEN and not event.startswith(_FORBIDDEN_PREFIXES)
+    if not allowed:
         raise ForbiddenEvent(f"{event} while grading")
+
+
+def _is_installed(path: object) -> bool:
+    """A file of the interpreter or of an installed library."""
+    return isinstance(path, str) and path.startswith(_INSTALLED) and path.endswith((".py", ".pyc", ".so"))
 
 
 def serve(connection: socket.socket, limits: WorkerLimits) -> None:
     """Answers requests until the other side closes. Never returns an answer that took more than the limits."""
     _lower_limits(limits)
     reader = connection.makefile("rb")
-    sys.addaudithook(_refuse_side_effects)
+    sys.addaudithook(refuse_side_effects)
     while True:
         line = reader.readline(MAX_LINE_BYTES + 1)
         if not line.endswith(b"\n"):
