@@ -4,8 +4,7 @@ import fcntl
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from k31core.cluster import prefect_server, ray_head
@@ -51,42 +50,65 @@ def connect_environment(home: Home, endpoints: Endpoints) -> None:
         ray_head.use_token(home, os.environ)
 
 
+class Bringup:
+    """Services that are being started. The endpoints are known at once, so the caller can import Prefect meanwhile."""
+
+    def __init__(self, home: Home, options: ServiceOptions) -> None:
+        """Use what runs and begin to start what does not; `wait` must follow."""
+        self._home, self._options = home, options
+        self._deadline = time.monotonic() + options.timeout_s
+        self._server: ProcessRecord | None = None
+        self._starter: subprocess.Popen[bytes] | None = None
+        self._lock = (home.root / "services.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # two commands started together bring the services up once
+        try:
+            self.endpoints = self._begin()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _begin(self) -> Endpoints:
+        home, options = self._home, self._options
+        services = _forget_dead(home)
+        prefect_url = os.environ.get("PREFECT_API_URL") or services.prefect_url
+        ray_address = os.environ.get("RAY_ADDRESS") or services.ray_address
+        _require_alive(services, prefect_url, ray_address)
+        started = tuple(n for n, there in (("prefect", prefect_url), ("ray", ray_address)) if there is None)
+        if prefect_url is None:
+            port = _port(options.prefect_port, 4200, "the Prefect server", "--prefect-port")
+            self._server = prefect_server.start_server(home, port)
+            prefect_url = prefect_server.api_url(port)
+            _remember(home, replace(services, prefect_url=prefect_url), "prefect", [self._server])
+        if ray_address is None:
+            port = _port(options.ray_port, 6380, "Ray", "--ray-port")
+            ray_address = f"127.0.0.1:{port}"
+            self._starter = ray_head.start_head(home, port, num_cpus=options.num_cpus, num_gpus=options.num_gpus)
+        return Endpoints(prefect_url, ray_address, started)
+
+    def wait(self, progress: Progress) -> Endpoints:
+        """Wait until both answer. Raises ServiceError naming the service, with the end of its log."""
+        home, address = self._home, self.endpoints.ray_address
+        try:
+            if self._starter is not None:
+                progress("starting Ray")
+                _wait_for_ray(home, self._starter, address, self._deadline)
+                services = replace(read_services(home), ray_address=address)
+                _remember(home, services, "ray", ray_head.head_processes(home, address))
+            if self._server is not None:
+                progress("starting the Prefect server")
+                _wait_for_prefect(home, self._server, self.endpoints.prefect_url, self._deadline)
+        finally:
+            self._lock.close()
+        return self.endpoints
+
+
 def ensure_services(home: Home, options: ServiceOptions, progress: Progress) -> Endpoints:
     """Use what runs, start what does not, wait until both answer. `progress` gets a word on every change.
 
     A server named by PREFECT_API_URL or a cluster named by RAY_ADDRESS is used as it is and never started or
     stopped. Raises ServiceError naming the service, with the end of its log.
     """
-    with _bringup_lock(home):
-        services = _forget_dead(home)
-        prefect_url = os.environ.get("PREFECT_API_URL") or services.prefect_url
-        ray_address = os.environ.get("RAY_ADDRESS") or services.ray_address
-        _require_foreign_alive(services, prefect_url, ray_address)
-        started: list[str] = []
-        deadline = time.monotonic() + options.timeout_s
-        server: ProcessRecord | None = None
-        starter: subprocess.Popen[bytes] | None = None
-        if prefect_url is None:
-            port = _port(options.prefect_port, 4200, "the Prefect server", "--prefect-port")
-            server = prefect_server.start_server(home, port)
-            prefect_url = prefect_server.api_url(port)
-            services = _remember(home, replace(services, prefect_url=prefect_url), "prefect", [server])
-            started.append("prefect")
-        if ray_address is None:
-            port = _port(options.ray_port, 6380, "Ray", "--ray-port")
-            ray_address = f"127.0.0.1:{port}"
-            starter = ray_head.start_head(home, port, num_cpus=options.num_cpus, num_gpus=options.num_gpus)
-            started.append("ray")
-        if starter is not None:
-            progress("starting Ray")
-            _wait_for_ray(home, starter, ray_address, deadline)
-            _remember(
-                home, replace(services, ray_address=ray_address), "ray", ray_head.head_processes(home, ray_address)
-            )
-        if server is not None:
-            progress("starting the Prefect server")
-            _wait_for_prefect(home, server, prefect_url, deadline)
-        return Endpoints(prefect_url, ray_address, tuple(started))
+    return Bringup(home, options).wait(progress)
 
 
 def stop_services(home: Home) -> dict[str, int]:
@@ -133,7 +155,7 @@ def _without(services: Services, name: str) -> tuple[tuple[str, ProcessRecord], 
     return tuple(p for p in services.processes if p[0] != name)
 
 
-def _require_foreign_alive(services: Services, prefect_url: str | None, ray_address: str | None) -> None:
+def _require_alive(services: Services, prefect_url: str | None, ray_address: str | None) -> None:
     if prefect_url is not None and not prefect_server.is_healthy(prefect_url, timeout_s=10):
         hint = (
             "`k31 down` and try again" if prefect_url == services.prefect_url else "start it, or unset PREFECT_API_URL"
@@ -171,11 +193,3 @@ def _wait_for_prefect(home: Home, server: ProcessRecord, url: str, deadline: flo
                 f"the Prefect server at {url} did not answer in time; see {prefect_server.server_log(home)}"
             )
         time.sleep(0.2)
-
-
-@contextmanager
-def _bringup_lock(home: Home) -> Iterator[None]:
-    """Two commands started together bring the services up once."""
-    with (home.root / "services.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
