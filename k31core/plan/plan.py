@@ -178,7 +178,7 @@ def _published(
     itemised = {
         "perf/gpu_peak_gib": (GIB, max(rank.peak for rank in ranks)),
         "perf/host_peak_gb": (10**9, max(host.total for host in hosts)),
-        "perf/gpu_allocated_gb": (10**9, max(_weights_only(rank) for rank in ranks)),
+        "perf/allocated_after_sync_gb": (10**9, max(_weights_only(rank) for rank in ranks)),
     }
     published, unaccounted = {}, {}
     for source in (recipe.health.peaks, recipe.health.typical):

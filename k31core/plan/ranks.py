@@ -13,8 +13,10 @@ from k31core.model.config import ModelConfig
 from k31core.model.decoder import Decoder
 from k31core.model.lora import trainable_slots
 from k31core.model.weight_names import base_slots
-from k31core.parallel.mesh import Axis, LayoutError, Mesh, stage_layers
+from k31core.parallel.mesh import LayoutError, Mesh, stage_layers
+from k31core.parallel.ownership import owned
 from k31core.parallel.sharding import Stored
+from k31core.plan.fake_world import fake_mesh
 from k31core.recipe.recipe import Recipe
 from k31core.recipe.train import ParallelRecipe
 
@@ -39,26 +41,6 @@ class RankWeights:
     """Trainable parameters on this rank, replicated factors included."""
     adapter_owned: int
     """Parameters of which this rank is the first holder: summed over ranks they are the adapter."""
-
-
-def mesh_of_rank(parallel: ParallelRecipe, rank: int) -> Mesh:
-    """The place of `rank` in the layout, without process groups. Order (fastest first): TP, CP, DP, PP."""
-    tp, cp, dp, pp, ep = parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.ep
-    stage_size = tp * cp * dp
-    inside = rank % stage_size
-    tp_rank, cp_rank, dp_rank = inside % tp, inside // tp % cp, inside // (tp * cp)
-    return Mesh(
-        tp=Axis(tp, tp_rank),
-        cp=Axis(cp, cp_rank),
-        dp=Axis(dp, dp_rank),
-        pp=Axis(pp, rank // stage_size),
-        ep=Axis(ep, inside % ep),
-        expert_dp=Axis(stage_size // ep, inside // ep),
-        data=Axis(dp * cp, inside // tp),
-        stage=Axis(stage_size, inside),
-        model=Axis(tp * pp, tp_rank + tp * (rank // stage_size)),
-        sequence_parallel=parallel.sequence_parallel,
-    )
 
 
 def lora_spec(recipe: Recipe) -> LoraSpec:
@@ -86,11 +68,15 @@ def check_layout(config: ModelConfig, parallel: ParallelRecipe) -> None:
 def build_rank(config: ModelConfig, recipe: Recipe, rank: int) -> RankWeights:
     """Build one trainer rank on `meta` and count what it holds. Raises LayoutError."""
     parallel = recipe.train.parallel
-    mesh = mesh_of_rank(parallel, rank)
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
-    layers = stage_layers(config.num_hidden_layers, parallel.pp, first, last)[mesh.pp.rank]
+    with fake_mesh(parallel, rank) as mesh:
+        layers = stage_layers(config.num_hidden_layers, parallel.pp, first, last)[mesh.pp.rank]
+        return _count(Decoder(config, _build(recipe, mesh), layers), rank, layers)
+
+
+def _build(recipe: Recipe, mesh: Mesh) -> Build:
     packed = recipe.model.ref_load == "native"
-    build = Build(
+    return Build(
         mesh=mesh,
         dtype=torch.bfloat16,
         device=torch.device("meta"),
@@ -98,7 +84,6 @@ def build_rank(config: ModelConfig, recipe: Recipe, rank: int) -> RankWeights:
         experts=ExpertFormat.PACKED if packed else ExpertFormat.DENSE,
         recompute=recipe.train.recompute,
     )
-    return _count(Decoder(config, build, layers), rank, layers)
 
 
 def _count(decoder: Decoder, rank: int, layers: range) -> RankWeights:
@@ -108,13 +93,6 @@ def _count(decoder: Decoder, rank: int, layers: range) -> RankWeights:
     base = sum(s.tensor.numel() * s.tensor.element_size() for s in slots if s.shard.stored not in _PACKED)
     factors = trainable_slots(decoder)
     mesh = decoder.build.mesh
-    owned = 0
-    for slot in factors:
-        experts = ".experts." in slot.name
-        divided = not slot.shard.whole
-        peers = (mesh.expert_dp.rank if divided else mesh.stage.rank) if experts else mesh.data.rank
-        first_holder = peers == 0 and (experts or divided or mesh.tp.rank == 0)
-        owned += slot.tensor.numel() if first_holder else 0
     return RankWeights(
         rank=rank,
         stage=mesh.pp.rank,
@@ -123,5 +101,5 @@ def _count(decoder: Decoder, rank: int, layers: range) -> RankWeights:
         expert_bytes=packed + dense,
         base_bytes=base,
         adapter_parameters=sum(s.tensor.numel() for s in factors),
-        adapter_owned=owned,
+        adapter_owned=sum(s.tensor.numel() for s in owned(factors, mesh)),
     )

@@ -4,11 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
+from k31core.model.build import Build
+from k31core.model.decoder import Decoder
 from k31core.model.sizes import KIMI_K31
-from k31core.parallel.mesh import LayoutError
+from k31core.model.weight_names import base_slots, expected_names
+from k31core.parallel.mesh import LayoutError, stage_layers
+from k31core.plan.fake_world import fake_mesh
 from k31core.plan.plan import Plan, PlanError, make_plan
-from k31core.plan.ranks import check_layout, mesh_of_rank
+from k31core.plan.ranks import check_layout
 from k31core.recipe.load import load_recipe
 from k31core.recipe.train import ParallelRecipe
 
@@ -92,7 +97,10 @@ def test_layouts_that_do_not_divide(layout: dict[str, int], message: str) -> Non
 
 def test_every_rank_has_its_own_place() -> None:
     parallel = ParallelRecipe(tp=2, cp=2, dp=2, pp=2, ep=4)
-    meshes = [mesh_of_rank(parallel, rank) for rank in range(parallel.world_size)]
+    meshes = []
+    for rank in range(parallel.world_size):
+        with fake_mesh(parallel, rank) as mesh:
+            meshes.append(mesh)
     places = {(m.tp.rank, m.cp.rank, m.dp.rank, m.pp.rank) for m in meshes}
     assert len(places) == 16
     assert {(m.pp.rank, m.ep.rank, m.expert_dp.rank) for m in meshes} == {
@@ -129,3 +137,14 @@ def test_the_four_layer_variant_is_planned_at_its_own_size() -> None:
 def test_a_recipe_without_published_sizes_is_refused() -> None:
     with pytest.raises(PlanError, match="--model-dir"):
         make_plan(load_recipe("tiny"))
+
+
+def test_ranks_together_hold_every_tensor_of_the_checkpoint() -> None:
+    parallel = ParallelRecipe(tp=2, cp=2, pp=3, ep=4, first_stage_layers=6, last_stage_layers=5)
+    names: set[str] = set()
+    for rank in range(parallel.world_size):
+        with fake_mesh(parallel, rank) as mesh:
+            layers = stage_layers(SMALL.num_hidden_layers, 3, 6, 5)[mesh.pp.rank]
+            build = Build(mesh=mesh, dtype=torch.bfloat16, device=torch.device("meta"))
+            names |= {slot.name for slot in base_slots(Decoder(SMALL, build, layers))}
+    assert names == expected_names(SMALL)
