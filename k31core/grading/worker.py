@@ -25,7 +25,7 @@ _FORBIDDEN_PREFIXES = ("os.", "subprocess.", "socket.", "pty.", "shutil.", "ctyp
 _FORBIDDEN = frozenset({"code.__new__", "builtins.input"})
 _LIBRARIES = frozenset({"sympy", "mpmath", "math_verify", "latex2sympy2_extended", "antlr4", "numpy", "gmpy2"})
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OWN_CODE = re.compile(rb"(?:def|return|if|else|None|monomial_[a-z]+|[abr]\d+|[ABk]|\d+|[\s(),:=+*<>-])+")
+_OWN_CODE = re.compile(rb"def monomial_[a-z]+\((?:return|if|else|None|[abr]\d+|[ABk]|\d+|[\s(),:=+*<>-])+")
 """The one kind of code that sympy generates while it simplifies: arithmetic of exponents, the same for every answer."""
 
 
