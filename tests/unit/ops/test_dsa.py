@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from k31core.ops.dsa import (
+    absorb_query,
     causal_ranges,
+    expand_value,
     index_scores,
     index_scores_step,
     mla_latent_attention,
+    reference,
     select_keys,
     select_topk,
+    sparse_latent_attention,
     sparse_mla_attention,
 )
 
@@ -61,7 +65,9 @@ def test_packed_selection_equals_loops(rows):
     k[9] = k[14] = k[20]  # equal keys tie exactly
     at = None if rows is None else torch.tensor(rows)
     queries = torch.arange(25) if rows is None else at
-    got = select_keys(q[queries], k, w[queries], cu_seqlens=cu, topk=4, rows=at, chunk=7)
+    got = select_keys(q[queries], k, w[queries], cu_seqlens=cu, topk=4, rows=at)
+    small = reference.select_keys(q[queries], k, w[queries], cu_seqlens=cu, topk=4, rows=at, chunk=7)
+    assert torch.equal(got, small)
     scores = score_loops(q, k, w)
     for i, t in enumerate(queries.tolist()):
         start = max(int(c) for c in cu if c <= t)
@@ -107,6 +113,30 @@ def test_attention_gradient():
     for chosen in (None, indices):
         function = lambda *a, c=chosen: sparse_mla_attention(*a, c, cu_seqlens=cu, scale=0.5)  # noqa: E731
         assert torch.autograd.gradcheck(function, (q, k, v))
+
+
+def test_absorbed_form_equals_the_plain_form():
+    """kv_b's halves moved from the keys and values to the query and the output change nothing."""
+    tokens, heads, nope, extra, value, width = 20, 3, 6, 4, 5, 8
+    cu = bounds([13, 7])
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    q, latent, shared = make(tokens, heads, nope + extra), make(tokens, width), make(tokens, extra)
+    key_half, value_half = make(heads, nope, width), make(heads, value, width)
+    indices = select_topk(torch.randn(tokens, tokens), 4, *causal_ranges(cu))
+    keys = torch.cat([torch.einsum("tl,hnl->thn", latent, key_half), shared[:, None].expand(-1, heads, -1)], -1)
+    values = torch.einsum("tl,hvl->thv", latent, value_half)
+    plain = sparse_mla_attention(q, keys, values, indices, cu_seqlens=cu, scale=0.4)
+    rows = torch.cat([latent, shared], -1)
+    absorbed = sparse_latent_attention(absorb_query(q, key_half), rows, indices, scale=0.4, value_width=width)
+    absorbed = expand_value(absorbed, value_half)
+    torch.testing.assert_close(absorbed, plain)
+    leaves = (q, latent, shared, key_half, value_half)
+    for ours, expected in zip(
+        torch.autograd.grad(absorbed.square().sum(), leaves), torch.autograd.grad(plain.square().sum(), leaves)
+    ):
+        torch.testing.assert_close(ours, expected)
+    empty = sparse_latent_attention(absorb_query(q, key_half), rows, indices * 0 - 1, scale=0.4, value_width=width)
+    assert torch.equal(empty, torch.zeros_like(empty))
 
 
 def test_a_sequence_has_the_same_bits_alone_and_packed():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from k31core.ops.kda import kda_chunk, kda_gate, kda_recurrent, kda_step, l2norm
+from k31core.ops.kda import kda_chunk, kda_gate, kda_gated, kda_recurrent, kda_step, l2norm
 
 
 def bounds(lengths):
@@ -118,6 +118,17 @@ def test_step_bits_do_not_depend_on_the_batch(heads, width):
     for rows in ([0], [3], [8, 1], [0, 1, 2, 3, 4]):
         part, part_new = kda_step(*(x[rows] for x in (q, k, v, g, beta, state)))
         assert torch.equal(part, full[rows]) and torch.equal(part_new, new[rows])
+
+
+def test_gated_form_is_the_composition():
+    q, k, v, f = (torch.randn(20, 2, 6, dtype=torch.float64) for _ in range(4))
+    logits, a_log, bias = torch.randn(20, 2).double(), torch.randn(2).double(), torch.randn(12).double()
+    cu = bounds([11, 9])
+    o, state = kda_gated(q, k, v, f, logits, a_log, bias, lower_bound=-4.0, cu_seqlens=cu)
+    g = kda_gate(f, a_log, bias, -4.0)
+    expected, expected_state = kda_recurrent(l2norm(q), l2norm(k), v, g, torch.sigmoid(logits), cu)
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(state, expected_state)
 
 
 def test_gate_and_norm_formulas():
