@@ -50,12 +50,17 @@ def grader_names(names: tuple[str, ...]) -> tuple[GraderName, ...]:
 def combine(outcomes: dict[GraderName, Outcome]) -> Verdict:
     """One verdict from the outcomes of the graders that ran, the first of them being the one that trains."""
     first = next(iter(outcomes.values()))
-    reason = next((outcome.reason for outcome in outcomes.values() if outcome.reason in FAULTS), first.reason)
     deepscaler, math_verify = outcomes.get(GraderName.DEEPSCALER), outcomes.get(GraderName.MATH_VERIFY)
     return Verdict(
         deepscaler=deepscaler.score if deepscaler else None,
         math_verify=math_verify.score if math_verify else None,
-        reason=reason,
+        reason=first.reason,
         deepscaler_reason=deepscaler.reason if deepscaler else None,
         math_verify_reason=math_verify.reason if math_verify else None,
     )
+
+
+def reason_to_show(verdict: Verdict) -> GradeReason:
+    """One reason for a reader who sees both scores: the first fault of any grader, for it explains a 0, else `reason`."""
+    reasons = (verdict.deepscaler_reason, verdict.math_verify_reason)
+    return next((reason for reason in reasons if reason in FAULTS), verdict.reason)

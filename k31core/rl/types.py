@@ -56,7 +56,7 @@ class Verdict:
     deepscaler: int | None
     math_verify: int | None
     reason: GradeReason
-    """The first fault of a grader that ran (it explains a 0), else the reason of the grader that trains."""
+    """What the grader that trains saw (the first that was asked)."""
     deepscaler_reason: GradeReason | None = None
     math_verify_reason: GradeReason | None = None
 
