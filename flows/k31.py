@@ -6,7 +6,7 @@ The run directory is the truth: a flow run that is killed, retried or started an
 Deployments differ only by parameters.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow
 from prefect.client.schemas.objects import State, StateType
@@ -16,7 +16,7 @@ from tasks.artifacts import ProgressArtifact
 from tasks.cluster import WorkerLostError, connect
 from tasks.evaluate import evaluate
 from tasks.finish_step import WatchdogStop, finish_step, restore_history
-from tasks.prepare import prepare
+from tasks.prepare import prepare, prepare_inputs
 from tasks.report import report
 from tasks.rollout import rollout
 from tasks.run_directory import Request, Run, begin_attempt, open_run
@@ -36,11 +36,19 @@ def k31(
     resume: bool = False,
     num_rollout: int | None = None,
     skip_saving: bool = False,
+    stage: Literal["all", "prepare", "eval"] = "all",
     requested_by: str = "service",
 ) -> dict[str, Any] | State:
-    """Train the recipe, or continue the run `run_id` (with `resume` and no id: the newest unfinished one)."""
+    """Train the recipe, or continue the run `run_id` (with `resume` and no id: the newest unfinished one).
+
+    Stage `prepare` ends when checkpoint and data set are there, `eval` evaluates the newest save of a run.
+    """
     request = Request(recipe, tuple(overrides or ()), save_dir, run_id, resume, num_rollout, skip_saving, requested_by)
+    if stage == "prepare":
+        return prepare_inputs(request)
     with open_run(request) as run:
+        if stage == "eval":
+            return evaluate_save(run)
         refusal = begin_attempt(run)
         if refusal:
             return stopped(refusal)
@@ -54,6 +62,15 @@ def k31(
         except WatchdogStop as stop:
             return stopped(str(stop))
         return report(run)
+
+
+def evaluate_save(run: Run) -> dict[str, Any]:
+    """Serve what the trainer holds (the newest save, or more) and evaluate it; returns the metrics."""
+    prepare(run)
+    connect(run)
+    step = run.position.trained
+    sync(run, step)
+    return {"step": step, **evaluate(run, step, policy_version=step)}
 
 
 def train_loop(run: Run) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 from prefect import task
 from prefect.logging import get_run_logger
 
+from k31core.cluster.home import Home, find_home
 from k31core.observe.ledger import Phase
+from k31core.recipe.load import load_recipe
 from k31core.recipe.model import ModelSource, TinyCheckpoint
 from k31core.recipe.recipe import Recipe
-from tasks.run_directory import Prepared, Run
+from tasks.run_directory import Prepared, Request, Run, request_overrides
 from tasks.storage import ContentKey, describe_files
 
 TINY_VERSION = 1
@@ -22,27 +24,36 @@ TINY_VERSION = 1
 
 
 def prepare(run: Run) -> Prepared:
-    """Make or find everything a run reads: the checkpoint directory and the data directory."""
+    """Make or find everything the run reads, and remember it in the ledger."""
     with run.phase(Phase.PREPARE, run.position.trained) as outputs:
-        model_dir = _prepare_model(run)
-        from tasks.dataset import prepare_dataset
-
-        data = prepare_dataset(run.recipe.model_dump(mode="json"), str(model_dir), str(run.home.data))
-        run.prepared = Prepared(model_dir, Path(data["directory"]))
-        outputs["model_dir"], outputs["data_dir"] = str(model_dir), data["directory"]
+        run.prepared = _prepare(run.recipe, run.home)
+        outputs.update(model_dir=str(run.prepared.model_dir), data_dir=str(run.prepared.data_dir))
     return run.prepared
 
 
-def _prepare_model(run: Run) -> Path:
-    recipe = run.recipe
+def prepare_inputs(request: Request) -> dict[str, Any]:
+    """Preparation alone, without a run directory."""
+    prepared = _prepare(load_recipe(request.recipe, request_overrides(request)), find_home())
+    return {"model_dir": str(prepared.model_dir), "data_dir": str(prepared.data_dir)}
+
+
+def _prepare(recipe: Recipe, home: Home) -> Prepared:
+    from tasks.dataset import prepare_dataset
+
+    model_dir = _prepare_model(recipe, home)
+    data = prepare_dataset(recipe.model_dump(mode="json"), str(model_dir), str(home.data))
+    return Prepared(model_dir, Path(data["directory"]))
+
+
+def _prepare_model(recipe: Recipe, home: Home) -> Path:
     if recipe.model.source is ModelSource.TINY and recipe.model.tiny is not None:
         config = recipe.model.tiny.model_dump(mode="json")
-        return Path(make_tiny(config, recipe.model.family, str(run.home.models))["directory"])
+        return Path(make_tiny(config, recipe.model.family, str(home.models))["directory"])
     if recipe.model.source is ModelSource.HUB:
         from tasks.download import download_model
 
-        return Path(download_model(recipe.model.model_dump(mode="json"), str(run.home.models))["directory"])
-    return _local_model(recipe, run.home.models)
+        return Path(download_model(recipe.model.model_dump(mode="json"), str(home.models))["directory"])
+    return _local_model(recipe, home.models)
 
 
 def _local_model(recipe: Recipe, models: Path) -> Path:

@@ -130,5 +130,10 @@ def print_error(message: str) -> None:
     Console(stderr=True, soft_wrap=True).print(Text(f"error: {message}", style="bold red"))
 
 
+def print_note(message: str) -> None:
+    """One line on standard error, so that standard output holds only what a script wants to read."""
+    print(message, file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
     main()

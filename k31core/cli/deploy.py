@@ -1,0 +1,145 @@
+"""Apply what `deployments/` declares: work pool, deployments, automations; and the worker that serves them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from k31core.cluster.home import Home, read_services
+from k31core.cluster.processes import ServiceError, is_alive, record_of, start_detached, tail
+from k31core.cluster.services import add_process
+
+ROOT = Path(__file__).parents[2]
+POOL = "k31"
+
+
+class DeployError(ValueError):
+    """The deployments could not be applied: says what Prefect answered."""
+
+
+def apply_deployments(home: Home, save_dir: Path, notify_block: str | None, progress: Callable[[str], None]) -> None:
+    """Create or update the work pool (one run at a time), the deployments and the automations. Idempotent."""
+    from tasks.storage import save_results_block
+
+    progress("applying the deployments")
+    save_results_block(home.results)
+    ensure_pool()
+    environment = {**os.environ, "K31_ROOT": str(ROOT), "K31_SAVE_DIR": str(save_dir)}
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    command += ["--prefect-file", str(ROOT / "deployments" / "prefect.yaml")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise DeployError(f"`prefect deploy` failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    apply_automations(ROOT / "deployments" / "automations.yaml", notify_block)
+
+
+def ensure_pool() -> None:
+    """The process work pool; its one slot is what all deployments share."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_work_pool(POOL)
+            client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=1))
+        except ObjectNotFound:
+            template = _process_pool_template()
+            pool = WorkPoolCreate(name=POOL, type="process", base_job_template=template, concurrency_limit=1)
+            client.create_work_pool(pool)
+
+
+def _process_pool_template() -> dict[str, Any]:
+    from prefect.workers.process import ProcessWorker
+
+    return dict(ProcessWorker.get_default_base_job_template())
+
+
+def apply_automations(path: Path, notify_block: str | None = None) -> list[str]:
+    """Replace the automations that `path` declares; returns their names."""
+    from prefect.automations import Automation
+
+    names = []
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["automations"] + _notification(notify_block):
+        remove_automation(entry["name"])
+        Automation.model_validate(entry).create()
+        names.append(entry["name"])
+    return names
+
+
+def remove_automation(name: str) -> None:
+    """Delete every automation of this name."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        for automation in client.read_automations_by_name(name):
+            client.delete_automation(automation.id)
+
+
+def _notification(block: str | None) -> list[dict[str, Any]]:
+    if block is None:
+        return []
+    from prefect.blocks.core import Block
+
+    document_id = str(Block.load(block)._block_document_id)
+    expected = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Stopped", "Cancelled")]
+    return [
+        {
+            "name": "k31-notify",
+            "description": "Tells the notification block how a run ended.",
+            "enabled": True,
+            "trigger": {
+                "type": "event",
+                "posture": "Reactive",
+                "threshold": 1,
+                "within": 0,
+                "match": {"prefect.resource.id": "prefect.flow-run.*"},
+                "match_related": {
+                    "prefect.resource.role": "deployment",
+                    "prefect.resource.name": ["train", "resume"],
+                },
+                "expect": expected,
+            },
+            "actions": [
+                {
+                    "type": "send-notification",
+                    "block_document_id": document_id,
+                    "subject": "k31 {{ flow_run.name }}: {{ flow_run.state.name }}",
+                    "body": "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}",
+                }
+            ],
+        }
+    ]
+
+
+def start_worker(home: Home, progress: Callable[[str], None]) -> None:
+    """Start the worker that runs deployed flow runs, unless ours is already there."""
+    if any(is_alive(record) for record in read_services(home).of("worker")):
+        return
+    progress("starting the deployments' worker")
+    environment = {
+        **os.environ,
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_LOGGING_LEVEL": "INFO",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "worker", "start", "--pool", POOL, "--type", "process"]
+    log = home.logs / "worker.log"
+    process = start_detached(command, log, environment, cwd=ROOT)
+    record = record_of(process.pid)
+    if record is None:
+        raise ServiceError(f"the worker ended at once:\n{tail(log)}")
+    add_process(home, "worker", record)
+
+
+def write_api_url(url: str) -> None:
+    """Set PREFECT_API_URL in the active profile of the user's own Prefect home."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PREFECT_HOME", "PREFECT_API_URL")}
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "config", "set", f"PREFECT_API_URL={url}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode != 0:
+        raise DeployError(f"`prefect config set` failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
