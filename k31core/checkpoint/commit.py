@@ -71,7 +71,14 @@ def commit(staging: Path, final: Path, *, kind: str, facts: Mapping[str, Any]) -
     ]
     if not files:
         raise CommitError(f"nothing was written into {staging}: refusing to commit an empty {kind} as {final.name}")
-    manifest = {"format": FORMAT, "kind": kind, "facts": dict(facts), "files": files, "digest": digest_of(files)}
+    manifest = {
+        "format": FORMAT,
+        "kind": kind,
+        "facts": dict(facts),
+        "facts_digest": _facts_digest(facts),
+        "files": files,
+        "digest": digest_of(files),
+    }
     if is_committed(final) and _same_files(final, manifest):
         shutil.rmtree(staging)
         return read_manifest(final)
@@ -113,6 +120,10 @@ def digest_of(files: list[dict[str, Any]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def _facts_digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 def _same_files(final: Path, manifest: Mapping[str, Any]) -> bool:
     try:
         return bool(verify_directory(final)["digest"] == manifest["digest"])
@@ -127,7 +138,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         if manifest["format"] != FORMAT:
             raise CommitError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
-        if manifest["digest"] != digest_of(manifest["files"]):
+        same = manifest["digest"] == digest_of(manifest["files"])
+        if not same or manifest["facts_digest"] != _facts_digest(manifest["facts"]):
             raise CommitError(f"{path} does not match its own digest: it was changed after the commit")
     except FileNotFoundError as error:
         raise CommitError(f"{path} is missing: {directory} was never committed") from error
