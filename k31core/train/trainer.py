@@ -11,25 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31core.checkpoint.adapter import AdapterConfig, load_adapter, read_adapter_config, write_adapter
+from k31core.checkpoint.adapter import AdapterConfig, load_adapter, read_adapter_config
 from k31core.checkpoint.native import LoadReport, NativeCheckpoint
-from k31core.checkpoint.optimizer_state import (
-    OPTIMIZER_DIR,
-    has_optimizer_state,
-    read_optimizer_state,
-    write_optimizer_state,
-)
+from k31core.checkpoint.optimizer_state import OPTIMIZER_DIR, has_optimizer_state, read_optimizer_state
 from k31core.model.build import LORA_TARGETS, Build, LoraSpec
 from k31core.model.config import load_config
 from k31core.model.decoder import Decoder, Packed
+from k31core.model.layout import check_layout
 from k31core.model.lora import init_adapter, trainable_slots
 from k31core.model.weight_names import IGNORED_PREFIXES, adapter_slots, base_slots, expected_names
-from k31core.parallel.mesh import SINGLE, Mesh
+from k31core.parallel.groups import first_complaint
+from k31core.parallel.mesh import SINGLE, Mesh, stage_layers
 from k31core.recipe.recipe import Recipe
 from k31core.rl.losses import LossChoice
 from k31core.rl.score_centering import CandidateMode, Weighting
 from k31core.train.adamw import AdamSettings, AdamW, AdapterOptimizer
 from k31core.train.batch import loss_token_count, make_microbatches
+from k31core.train.logical import adapter_digest, export_adapter, export_optimizer, world
+from k31core.train.pipeline import run_pipelined
 from k31core.train.samples import SampleLimits, TrainSample
 from k31core.train.state import (
     LrSchedule,
@@ -139,14 +138,21 @@ class Trainer:
         return result
 
     def export(self, directory: Path, *, optimizer: bool) -> None:
-        """Write adapter, trainer state and (on request) optimizer state into an existing directory. One process."""
-        tensors = {slot.name: slot.tensor.detach() for slot in adapter_slots(self.decoder)}
-        write_adapter(directory, adapter_config(self._recipe), tensors)
-        write_trainer_state(directory, SavedState(self.steps_done, self._lr, rng_state()))
+        """Write adapter, trainer state and (on request) optimizer state into an existing directory.
+
+        A collective: every rank calls it on a directory all of them see.
+        """
+        rank, _ = world(self.decoder)
+        export_adapter(self.decoder, adapter_config(self._recipe), directory, first_complaint)
+        if rank == 0:
+            write_trainer_state(directory, SavedState(self.steps_done, self._lr, rng_state()))
         if optimizer:
-            write_optimizer_state(
-                directory / OPTIMIZER_DIR, self.optimizer.state_slots(), updates=self.optimizer.updates
-            )
+            export_optimizer(self.decoder, self.optimizer, directory)
+        first_complaint(None)  # nobody reports a file that another rank is still writing
+
+    def digest(self) -> str:
+        """Digest of the logical adapter in memory. A collective."""
+        return adapter_digest(self.decoder)
 
     @torch.no_grad()
     def score(self, tokens: Sequence[int]) -> list[float]:
@@ -166,12 +172,10 @@ class Trainer:
                 f"{directory}: adapter has rank {found.rank} and alpha {found.alpha:g}, "
                 f"the recipe has train.lora.rank {wanted.rank} and alpha {wanted.alpha:g}"
             )
-        load_adapter(directory, adapter_slots(self.decoder))
+        load_adapter(directory, adapter_slots(self.decoder), partial=self.decoder.build.mesh.pp.size > 1)
 
 
-def build_trainer(
-    recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE, schedule: Schedule | None = None
-) -> tuple[Trainer, LoadReport]:
+def build_trainer(recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE) -> tuple[Trainer, LoadReport]:
     """Decoder from `model_dir` (checked by name, shape and dtype), adapter memory, AdamW; then see `Trainer`."""
     config = load_config(model_dir)
     if config.family != recipe.model.family:
@@ -194,13 +198,16 @@ def build_trainer(
         row_multiple=recipe.rollout.engine.row_multiple,
         recompute=recipe.train.recompute,
     )
-    decoder = Decoder(config, build)
+    layout = recipe.train.parallel
+    check_layout(config, layout)
+    stages = stage_layers(config.num_hidden_layers, layout.pp, layout.first_stage_layers, layout.last_stage_layers)
+    decoder = Decoder(config, build, stages[mesh.pp.rank])
     checkpoint = NativeCheckpoint(model_dir)
     checkpoint.check_names(expected_names(config), IGNORED_PREFIXES)
     report = checkpoint.load(base_slots(decoder))
     adam = recipe.train.optimizer
     optimizer = AdamW(trainable_slots(decoder), AdamSettings(adam.beta1, adam.beta2, adam.eps, adam.weight_decay))
-    return Trainer(decoder, recipe, optimizer, schedule), report
+    return Trainer(decoder, recipe, optimizer, run_pipelined if mesh.pp.size > 1 else None), report
 
 
 def adapter_config(recipe: Recipe) -> AdapterConfig:
