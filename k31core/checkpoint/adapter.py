@@ -5,7 +5,7 @@ The names and shapes do not depend on the layout that wrote them, so any layout 
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k31core.checkpoint.shared_file import lay_out, write_slices
 from k31core.checkpoint.tensor_file import NAMES, TensorFile, write_tensor_file
 from k31core.parallel.sharding import Slot
 
@@ -108,6 +109,45 @@ def write_adapter(directory: Path, config: AdapterConfig, tensors: Mapping[str, 
     directory.mkdir(parents=True, exist_ok=True)
     write_tensor_file(directory / WEIGHTS_FILE, {name: tensors[name] for name in sorted(tensors)}, {"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(adapter_config_json(config), indent=1))
+
+
+def write_adapter_together(
+    directory: Path,
+    config: AdapterConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    slots: Sequence[Slot],
+    *,
+    dtype: torch.dtype,
+    first: bool,
+    agree: Callable[[str | None], str | None],
+) -> None:
+    """Write one adapter from many ranks, each the parts in `slots` (those it owns); the caller commits the directory.
+
+    A collective: every rank calls it on a directory all of them see. `shapes`: every logical tensor. first: true on one
+    rank, which lays the files out. agree: waits for every rank and returns the first complaint of any of them; with
+    one, every rank raises `AdapterError`, and what is in the directory must not be committed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def step(work: Callable[[], None]) -> None:
+        complaint = None
+        try:
+            work()
+        except (AdapterError, OSError) as error:
+            complaint = str(error)
+        seen = agree(complaint)
+        if seen is not None:
+            raise AdapterError(seen)
+
+    def check() -> None:
+        for slot in slots:
+            _check_finite(f"adapter to be written to {directory}", slot.name, slot.tensor)
+        if first:
+            lay_out(directory / WEIGHTS_FILE, shapes, dtype)
+            (directory / CONFIG_FILE).write_text(json.dumps(adapter_config_json(config), indent=1))
+
+    step(check)
+    step(lambda: write_slices(directory / WEIGHTS_FILE, slots))
 
 
 def _field(raw: dict[str, Any], name: str, path: Path) -> Any:

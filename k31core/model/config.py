@@ -111,8 +111,11 @@ class ModelConfig:
         return layer >= self.first_k_dense_replace
 
 
-def load_config(model_dir: Path) -> ModelConfig:
-    """Read `config.json` of a checkpoint directory; raises `ConfigError` naming the file and the field."""
+def load_config(model_dir: Path, *, quantized: bool = True) -> ModelConfig:
+    """Read `config.json` of an MXFP4 (or, with `quantized` off, a BF16) checkpoint directory.
+
+    Raises `ConfigError` naming the file and the field.
+    """
     path = model_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; is this a checkpoint directory?")
@@ -120,10 +123,10 @@ def load_config(model_dir: Path) -> ModelConfig:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: not JSON ({error}); download the file again") from error
-    return parse_config(raw, str(path))
+    return parse_config(raw, str(path), quantized=quantized)
 
 
-def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
+def parse_config(raw: dict[str, Any], where: str = "config.json", *, quantized: bool = True) -> ModelConfig:
     """`ModelConfig` of a parsed `config.json`; `where` names the file in errors."""
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: expected an object, got {type(raw).__name__}")
@@ -138,7 +141,11 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     heads = text.count("num_attention_heads")
     text.expect("num_key_value_heads", heads)
     mla = _layer_split(linear, layers)
-    _check_quantization(text if "quantization_config" in text.raw else top)
+    holder = text if "quantization_config" in text.raw else top
+    if quantized:
+        _check_quantization(holder)
+    elif "quantization_config" in holder.raw:
+        raise ConfigError(f"{where}: has a quantization_config, a BF16 checkpoint is needed here: convert it first")
     config = ModelConfig(
         family=family,
         hidden_size=text.count("hidden_size"),

@@ -6,6 +6,8 @@ Where the bypass is computed: `k31core.model.linears` (delta = alpha / rank * B(
 import torch
 from torch import nn
 
+from k31core.model.build import Build, LoraSpec
+from k31core.model.config import ModelConfig
 from k31core.model.decoder import Decoder
 from k31core.model.linears import kaiming_rows
 from k31core.model.weight_names import adapter_slots
@@ -50,6 +52,12 @@ def trainable_slots(decoder: Decoder) -> list[Slot]:
             seen.add(id(slot.tensor))
             slots.append(slot)
     return slots
+
+
+def adapter_shapes(config: ModelConfig, lora: LoraSpec) -> dict[str, tuple[int, ...]]:
+    """Every logical tensor of the whole adapter, whatever part of it a rank holds; built on `meta`."""
+    whole = Decoder(config, Build(device=torch.device("meta"), lora=lora), range(config.num_hidden_layers))
+    return {slot.name: slot.shard.shape for slot in adapter_slots(whole)}
 
 
 def freeze_base(decoder: Decoder) -> None:

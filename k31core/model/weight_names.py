@@ -47,6 +47,27 @@ def expected_names(config: ModelConfig) -> set[str]:
     return {slot.name for slot in base_slots(whole)}
 
 
+def dense_expert_slots(decoder: Decoder) -> list[Slot]:
+    """Every routed expert's weight this rank holds in BF16, with its name in a BF16 checkpoint. None when packed."""
+    slots: list[Slot] = []
+    for path, module in decoder.named_modules():
+        if isinstance(module, RoutedExperts) and module.format is ExpertFormat.DENSE:
+            for name in PROJECTIONS:
+                for expert, weight in enumerate(getattr(module, f"{name}_dense").detach(), start=module.first):
+                    shard = Shard(tuple(weight.shape), Stored.WEIGHT)
+                    slots.append(Slot(f"{PREFIX}{path}.{expert}.{name}.weight", weight, shard))
+    return slots
+
+
+def expected_bf16_names(config: ModelConfig) -> set[str]:
+    """Names of every decoder tensor in a BF16 checkpoint: one weight where the native layout has codes and scales."""
+    packed, scale = ".weight_packed", ".weight_scale"
+    names = expected_names(config)
+    return {name.removesuffix(packed) + ".weight" if name.endswith(packed) else name for name in names} - {
+        name for name in names if name.endswith(scale)
+    }
+
+
 def native_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a whole decoder in the native layout: BF16 weights, F32 where the layout says so, MXFP4
     experts.

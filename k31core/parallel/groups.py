@@ -1,6 +1,7 @@
 """The mesh of this rank from megatron-core's process groups.
 
-Rank order is megatron-core's: TP varies fastest, then CP, then DP, then PP; an EP group is consecutive ranks of a stage.
+Rank order is megatron-core's: TP varies fastest, then CP, then DP, then PP; an EP group is consecutive ranks of a
+stage.
 """
 
 from datetime import timedelta
@@ -46,6 +47,15 @@ def build_mesh(layout: ParallelRecipe, *, timeout_minutes: int = 60, gloo_twins:
         model=_axis(state.get_model_parallel_group()),
         sequence_parallel=layout.sequence_parallel,
     )
+
+
+def first_complaint(complaint: str | None) -> str | None:
+    """Wait for every rank; the complaint of the lowest rank that has one, on all of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return complaint
+    all_of_them: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_of_them, complaint)
+    return next((seen for seen in all_of_them if seen is not None), None)
 
 
 def destroy_mesh() -> None:

@@ -1,6 +1,7 @@
 """The pipeline schedule: megatron-core's 1F1B over stages that pass one tensor of any shape.
 
-Virtual pipelines are not offered: in megatron-core 0.19.2 they are silently wrong without overlapped point-to-point calls.
+Virtual pipelines are not offered: in megatron-core 0.19.2 they are silently wrong without overlapped point-to-point
+calls.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from k31core.parallel.mesh import Mesh
 
 Stage = Callable[[int, Tensor | None], Tensor]
-"""(number of the microbatch, what the previous stage sent or None on the first) -> what goes to the next stage, or on the
+"""(number of the microbatch, what the previous stage sent or None on the first) -> what goes to the next stage, or on
+the
 last stage the loss, a scalar already divided by the global normaliser."""
 
 

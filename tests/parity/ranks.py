@@ -1,31 +1,52 @@
-"""Run a function on N gloo ranks: fork after one import of megatron-core, collect what each rank returns."""
+"""Run a function on N gloo ranks: a server process imports megatron-core once and forks the ranks from there.
 
+The server is clean (no threads of Ray or Prefect, no autograd threads of other tests), which a fork of the test process
+itself would not be.
+"""
+
+import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
+_SERVER_IMPORTS = ["megatron.core", "megatron.core.pipeline_parallel.schedules", "megatron.core.transformer"]
+_SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 class RankFailedError(AssertionError):
     """A rank raised, died or hung: carries its traceback."""
 
 
-def run_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """`work(rank, world, *arguments)` in `world` forked processes with a gloo group; results in rank order."""
-    import megatron.core  # noqa: F401 - once, before the fork: it takes 12-30 s
+def run_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: float = 150.0) -> list[Any]:
+    """`work(rank, world, *arguments)` in `world` processes with a gloo group; results in rank order.
 
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        pids = [_fork(rank, world, Path(scratch), work, arguments) for rank in range(world)]
-        _wait(pids, Path(scratch), timeout)
-        results = [_result(Path(scratch), rank) for rank in range(world)]
+    `work` must be importable by name. The first call starts the server, which imports for 12-30 s.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(_SERVER_IMPORTS)
+    before = {name: os.environ.get(name) for name in _SERVER_ENVIRONMENT}
+    os.environ.update(_SERVER_ENVIRONMENT)  # read by the server when it starts
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            ranks = [
+                server.Process(target=_rank, args=(rank, world, scratch, work, arguments)) for rank in range(world)
+            ]
+            for process in ranks:
+                process.start()
+            _wait(ranks, Path(scratch), timeout)
+            results = [_result(Path(scratch), rank) for rank in range(world)]
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     failed = [(rank, text) for rank, (kind, text) in enumerate(results) if kind == "raised"]
     failed += [(rank, text) for rank, (kind, text) in enumerate(results) if kind == "gone"]
     if failed:
@@ -33,49 +54,46 @@ def run_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: fl
     return [value for _, value in results]
 
 
-def _fork(rank: int, world: int, scratch: Path, work: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    outcome: tuple[str, Any]
+def _rank(rank: int, world: int, scratch: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    kind, value = "returned", None
     try:
-        outcome = ("returned", _in_group(rank, world, scratch, work, arguments))
+        value = _in_group(rank, world, scratch, work, arguments)
     except BaseException:
-        outcome = ("raised", traceback.format_exc())
-    partial = scratch / f"{rank}.partial"
-    partial.write_bytes(pickle.dumps(outcome))
-    partial.rename(scratch / f"{rank}.result")
-    os._exit(0)  # no pytest teardown in the child
+        kind, value = "raised", traceback.format_exc()
+    partial = Path(scratch) / f"{rank}.partial"
+    partial.write_bytes(pickle.dumps(value))
+    partial.rename(Path(scratch) / f"{rank}.{kind}")
+    os._exit(0)  # gloo's threads need no orderly end
 
 
-def _in_group(rank: int, world: int, scratch: Path, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _in_group(rank: int, world: int, scratch: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import torch
+
     from k31core.parallel.cpu_device import cpu_device
     from k31core.parallel.groups import init_process_group
 
-    init_process_group("gloo", f"file://{scratch}/store", rank, world, timeout_minutes=1)
+    torch.set_num_threads(1)
+    init_process_group("gloo", f"file://{scratch}/store", rank, world, timeout_minutes=2)
     with cpu_device():
         return work(rank, world, *arguments)
 
 
-def _wait(pids: list[int], scratch: Path, timeout: float) -> None:
-    alive, deadline, grace = set(pids), time.monotonic() + timeout, 0.0
-    while alive:
-        for pid in list(alive):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                alive.discard(pid)
-        raised = any(pickle.loads(path.read_bytes())[0] == "raised" for path in scratch.glob("*.result"))
-        if raised and not grace:
-            grace = time.monotonic() + 3  # the others wait for the failed rank
-        if time.monotonic() > deadline or (grace and time.monotonic() > grace):
-            for pid in alive:
-                os.kill(pid, 9)
-                os.waitpid(pid, 0)
-            return
+def _wait(ranks: list[BaseProcess], scratch: Path, timeout: float) -> None:
+    """Until all have ended, or shortly after one has failed, or the time is up; then the rest is killed."""
+    deadline = time.monotonic() + timeout
+    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+        if any(scratch.glob("*.raised")):
+            deadline = min(deadline, time.monotonic() + 3)  # the others wait for the failed rank
         time.sleep(0.02)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+        process.join()
 
 
 def _result(scratch: Path, rank: int) -> tuple[str, Any]:
-    path = scratch / f"{rank}.result"
-    return pickle.loads(path.read_bytes()) if path.exists() else ("gone", "killed: hung, or a peer failed first")
+    for kind in ("returned", "raised"):
+        path = scratch / f"{rank}.{kind}"
+        if path.exists():
+            return kind, pickle.loads(path.read_bytes())
+    return "gone", "killed: hung, or a peer failed first"

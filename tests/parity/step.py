@@ -52,8 +52,9 @@ class Outcome:
     """What one rank has after the step."""
 
     metrics: dict[str, float]
-    parts: list[tuple[str, Shard, torch.Tensor, torch.Tensor]]
-    """(name, shard, gradient, factor after the step) of every trained factor of this rank."""
+    parts: list[tuple[str, Shard, np.ndarray, np.ndarray]]
+    """(name, shard, gradient, factor after the step) of every trained factor of this rank. Arrays, since reading a
+    pickled tensor of these processes would import megatron-core."""
 
 
 class _Recording(AdamW):
@@ -86,7 +87,7 @@ def take_step(rank: int, world: int, case: Case, layout: ParallelRecipe) -> Outc
         schedule=run_pipelined if mesh.pp.size > 1 else run_in_order,
     )
     parts = [
-        (slot.name, slot.shard, gradient, slot.tensor.detach().clone())
+        (slot.name, slot.shard, gradient.numpy(), slot.tensor.detach().numpy())
         for slot, gradient in zip(optimizer.slots, optimizer.seen, strict=True)
     ]
     return Outcome(result.metrics, parts)
@@ -135,7 +136,7 @@ def random_samples(config: Any, lengths: Sequence[tuple[int, int]], seed: int = 
 def worst_differences(outcomes: list[Outcome], reference: Outcome) -> dict[str, float]:
     """Largest differences from one process: loss and norm (relative), gradients and factors (relative to the largest
     entry of the logical tensor). Raises when a logical factor is held by nobody or its gradient is zero."""
-    full = {name: (gradient, factor) for name, _, gradient, factor in reference.parts}
+    full = {n: (torch.from_numpy(gradient), torch.from_numpy(factor)) for n, _, gradient, factor in reference.parts}
     seen: dict[str, int] = {}
     worst = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "factor": 0.0}
     for outcome in outcomes:
@@ -145,13 +146,13 @@ def worst_differences(outcomes: list[Outcome], reference: Outcome) -> dict[str, 
         for name, shard, gradient, factor in outcome.parts:
             want_gradient, want_factor = (shard.take(t) for t in full[name])
             for key, got, want, whole in (
-                ("gradient", gradient, want_gradient, full[name][0]),
-                ("factor", factor, want_factor, full[name][1]),
+                ("gradient", torch.from_numpy(gradient), want_gradient, full[name][0]),
+                ("factor", torch.from_numpy(factor), want_factor, full[name][1]),
             ):
                 assert got.shape == want.shape, (name, got.shape, want.shape)
                 assert whole.abs().max() > 0, f"{name}: the {key} is zero, so nothing would be compared"
                 worst[key] = max(worst[key], float((got - want).abs().max() / whole.abs().max()))
-            seen[name] = seen.get(name, 0) + gradient.numel()
+            seen[name] = seen.get(name, 0) + gradient.size
     missing = [name for name, (gradient, _) in full.items() if seen.get(name, 0) < gradient.numel()]
     assert not missing, f"{len(missing)} factors are not covered by the ranks, first {missing[0]}"
     return worst
