@@ -1,0 +1,101 @@
+"""torch_dist: written at one layout, read at others, bit for bit against the BF16 checkpoint's own tensors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from k31core.checkpoint.torch_dist import FACTS, TorchDistError
+from k31core.convert.mxfp4_to_bf16 import convert_to_bf16
+from k31core.model.config import ConfigError
+from k31core.recipe.train import ParallelRecipe
+from tests.parity.ranks import RankFailedError, run_ranks
+
+CASE = Path(__file__).parents[2] / "cases" / "model" / "tiny-k31"
+
+
+def convert(rank: int, world: int, source: str, target: str, layout: dict[str, int]) -> None:
+    from k31core.convert.bf16_to_torch_dist import convert_to_torch_dist
+
+    convert_to_torch_dist(Path(source), Path(target), ParallelRecipe(**layout))
+
+
+def read_back(rank: int, world: int, bf16: str, source: str, layout: dict[str, int]) -> list[str]:
+    """Names of this rank's tensors, after comparing each with the BF16 checkpoint's own bytes."""
+    import torch
+
+    from k31core.checkpoint.native import NativeCheckpoint
+    from k31core.checkpoint.tensor_file import TensorFile
+    from k31core.convert.bf16_to_torch_dist import bf16_decoder, bf16_slots, load_base
+    from k31core.model.config import load_config
+    from k31core.parallel.groups import build_mesh
+    from k31core.parallel.mesh import stage_layers
+
+    parallel = ParallelRecipe(**layout)
+    mesh = build_mesh(parallel)
+    config = load_config(Path(bf16), quantized=False)
+    ends = (parallel.first_stage_layers, parallel.last_stage_layers)
+    layers = stage_layers(config.num_hidden_layers, parallel.pp, *ends)[mesh.pp.rank]
+    decoder = bf16_decoder(config, mesh, layers)
+    slots = bf16_slots(decoder)
+    for slot in slots:
+        slot.tensor.detach().fill_(7.0)
+    load_base(decoder, Path(source))
+    checkpoint = NativeCheckpoint(Path(bf16))
+    for slot in slots:
+        with TensorFile(checkpoint.directory / checkpoint.shard_of[slot.name]) as file:
+            expected = (
+                file.read(slot.name)[: slot.shard.shape[0]] if slot.shard.zero_padded_to else file.read(slot.name)
+            )
+        expected = slot.shard.take(expected).to(slot.tensor.dtype)
+        assert torch.equal(slot.tensor.detach(), expected), slot.name
+    return [slot.name for slot in slots]
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("convert") / "bf16"
+    convert_to_bf16(CASE, directory, workers=1)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def converted(bf16: Path) -> Path:
+    target = bf16.parent / "torch_dist"
+    run_ranks(2, convert, str(bf16), str(target), {"tp": 2, "ep": 2})
+    return target
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 1}, {"tp": 2, "dp": 2, "ep": 4}, {"pp": 2, "first_stage_layers": 4, "last_stage_layers": 3}],
+    ids=str,
+)
+def test_any_layout_reads_the_same_bits(bf16: Path, converted: Path, layout: dict[str, int]) -> None:
+    parallel = ParallelRecipe(**layout)
+    names = run_ranks(parallel.world_size, read_back, str(bf16), str(converted), layout)
+    held = {name for rank in names for name in rank}
+    assert held == set(json.loads((bf16 / "model.safetensors.index.json").read_text())["weight_map"])
+
+
+def test_a_torch_dist_of_another_model_is_refused(bf16: Path, converted: Path) -> None:
+    facts = json.loads((converted / FACTS).read_text())
+    other = bf16.parent / "other"
+    other.mkdir()
+    (other / FACTS).write_text(json.dumps({**facts, "num_hidden_layers": 93}))
+    with pytest.raises(RankFailedError, match="num_hidden_layers is 93 there and 7 here"):
+        run_ranks(1, read_back, str(bf16), str(other), {"tp": 1})
+
+
+def test_an_unfinished_directory_is_refused(bf16: Path) -> None:
+    from k31core.checkpoint.torch_dist import read_facts
+
+    with pytest.raises(TorchDistError, match="no finished torch_dist"):
+        read_facts(bf16.parent / "nothing")
+
+
+def test_mxfp4_given_where_bf16_is_meant() -> None:
+    from k31core.model.config import load_config
+
+    with pytest.raises(ConfigError, match="convert it first"):
+        load_config(CASE, quantized=False)
