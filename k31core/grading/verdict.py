@@ -61,6 +61,6 @@ def combine(outcomes: dict[GraderName, Outcome]) -> Verdict:
 
 
 def reason_to_show(verdict: Verdict) -> GradeReason:
-    """One reason for a reader who sees both scores: the first fault of any grader, for it explains a 0, else `reason`."""
+    """One reason for a reader of both scores: the first fault of any grader (it explains a 0), else `reason`."""
     reasons = (verdict.deepscaler_reason, verdict.math_verify_reason)
     return next((reason for reason in reasons if reason in FAULTS), verdict.reason)
