@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+WARPS = 8
+
 
 @triton.jit
 def _forward(
@@ -78,7 +80,7 @@ class _AttnResMix(torch.autograd.Function):
         if tokens:
             _forward[(tokens,)](
                 rows, norm, proj, out, weights, inverse, eps, hidden,
-                ROWS=len(rows), ROWS_P2=padded, BLOCK=triton.next_power_of_2(hidden), num_warps=8,
+                ROWS=len(rows), ROWS_P2=padded, BLOCK=triton.next_power_of_2(hidden), num_warps=WARPS,
             )  # fmt: skip
         ctx.save_for_backward(norm, proj, out, weights, inverse, *rows)
         return out
@@ -91,7 +93,7 @@ class _AttnResMix(torch.autograd.Function):
         if tokens:
             _backward[(tokens,)](
                 tuple(rows), grads, norm, proj, out, grad_outputs[0].contiguous(), weights, inverse, hidden,
-                ROWS=len(rows), ROWS_P2=weights.shape[1], BLOCK=triton.next_power_of_2(hidden), num_warps=8,
+                ROWS=len(rows), ROWS_P2=weights.shape[1], BLOCK=triton.next_power_of_2(hidden), num_warps=WARPS,
             )  # fmt: skip
         return None, None, None, *grads
 

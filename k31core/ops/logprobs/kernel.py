@@ -17,7 +17,9 @@ import triton.language as tl
 TOKENS = 4096
 """Tokens whose logits exist at one time."""
 WORDS = 8192
-"""Words of the head whose logits exist at one time; a power of two."""
+"""Words of the head whose logits exist at one time."""
+BLOCK = 8192
+"""Logits a reducing program reads at one time; a power of two."""
 
 
 @triton.jit
@@ -123,7 +125,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             _fold[(logits.shape[0],)](
                 logits, ids[at], picked[at], top[at], total[at], chosen, logits.shape[1], valid, first,
                 1.0 / temperature, logits.stride(0),
-                BLOCK=min(WORDS, 8192), CHOSEN=triton.next_power_of_2(chosen), num_warps=8,
+                BLOCK=BLOCK, CHOSEN=triton.next_power_of_2(chosen), num_warps=8,
             )  # fmt: skip
         if group is not None:
             highest = top.clone()
@@ -158,7 +160,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             _product(hidden[at], slab.T, logits)
             _slopes[(logits.shape[0],)](
                 logits, slopes, ids[at], pulls[at], pull_sum[at], lse[at], chosen, logits.shape[1], valid, first,
-                1.0 / temperature, logits.stride(0), BLOCK=min(WORDS, 8192), CHOSEN=padded, num_warps=8,
+                1.0 / temperature, logits.stride(0), BLOCK=BLOCK, CHOSEN=padded, num_warps=8,
             )  # fmt: skip
             _accumulate(total, slopes, slab)
             if first + slab.shape[0] == vocab_start + head.shape[0]:
