@@ -68,6 +68,8 @@ def load(name: str) -> Any:
     """Import a command and make it callable."""
     module = COMMANDS[name][0]
     function = getattr(importlib.import_module(f"k31core.cli.{module}"), module)
+    if isinstance(function, typer.Typer):  # a command with commands of its own
+        return typer.main.get_command(function)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name)(function)
     return typer.main.get_command(app)
