@@ -1,0 +1,529 @@
+// Grouped MXFP4 expert products for Hopper (sm_90a): out^T = W_e x_e^T with W decoded in registers.
+//
+// A block is one producer warpgroup and two consumer warpgroups, persistent over tiles (expert, 256 rows of W, up to 160
+// rows of x). The producer copies packed codes and x tiles with the bulk tensor engine and turns E8M0 bytes into bfloat16
+// factors; a consumer reads codes from shared memory, decodes them straight into the A operand of wgmma (registers) and
+// multiplies with x as the B operand (shared memory, 128-byte swizzle). Which row of W stands in which row of the A
+// operand is free, so each thread owns neighbouring output features and stores them without a transpose.
+//
+// Modes (rows of W are input-contiguous, two codes a byte):
+//   0 gate           K = latent  A = w1 | w3 (64 + 64 rows a warpgroup)   out h = SiTU-GLU(a, b), optional a | b
+//   1 down           K = ffn     A = w2                                   out y
+//   2 down backward  K = latent  A = w2 transposed                        out da | db from a | b and dh, optional h
+//   3 gate backward  K = 2 ffn   A = w1 transposed, then w3 transposed    out dx
+// With LoRA one more step multiplies the bfloat16 factor (`lora0`, `lora1`) with the rows' projections (`map_u`).
+//
+// Generated before this file: N_SMALL and N_LARGE, the rows of x a tile may have, and WGMMA<N> for both (m64nNk16, f32 +=
+// bf16 in registers x bf16 in shared memory). With three widths in one kernel the assembler runs out of registers and
+// serialises every product, hence two widths a kernel and one kernel a range of rows per expert.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int BOX_ROWS = 32;
+constexpr int X_BYTES = (N_LARGE + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS * 128;
+constexpr int W_BYTES = 256 * 32;
+constexpr int FACTOR_BYTES = 2 * 256 * 4;
+constexpr int STAGE_BYTES = X_BYTES + W_BYTES + FACTOR_BYTES;
+constexpr int STAGES = 7;
+constexpr int MAX_EXPERTS = 256;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+struct Params {
+    const long long* counts;  // [experts] rows of each
+    const u8* scale0;         // E8M0 bytes of w1 or w2
+    const u8* scale1;         // of w3
+    const u16* lora0;         // bf16 [., M, 32 or 64]; null without LoRA
+    const u16* lora1;         // mode 0: the factor of w3
+    const u16* pre_in;        // mode 2: a | b [rows, 2 ffn]
+    u16* out;
+    u16* extra;               // mode 0: a | b; mode 2: h; null when not wanted
+    int rows, experts, latent, ffn;
+    int lora_stride;          // elements of one expert's LoRA factor; 0 when the experts share it
+    float beta, linear_beta;
+};
+
+// ---------------------------------------------------------------------------------------------- small instructions
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}\n" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+__device__ __forceinline__ void copy_tile(u32 dst, const TensorMap* map, int c0, int c1, u32 bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(dst),
+        "l"((u64)map), "r"(c0), "r"(c1), "r"(bar)
+        : "memory");
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(u32 a) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
+    return v;
+}
+__device__ __forceinline__ u32 load_shared_2(u32 a) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
+    return v;
+}
+__device__ __forceinline__ void store_shared_4(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v)); }
+__device__ __forceinline__ void store_shared_2(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v)); }
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ u32 pack_bf16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+__device__ __forceinline__ float low_float(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high_float(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ float exp2_fast(float x) {
+    float d;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+    return d;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+    float d;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+    return d;
+}
+
+// ------------------------------------------------------------------------------------------------------- SiTU-GLU
+
+struct Situ {
+    float gate_rate, sigmoid_rate, linear_rate, beta, linear_beta;
+    bool square;  // beta == 4: exp(-a) is the square of exp(-2 a / beta)
+    __device__ explicit Situ(const Params& p) {
+        const float log2e = 1.4426950408889634f;
+        gate_rate = -2.0f * log2e / p.beta;
+        sigmoid_rate = -log2e;
+        linear_rate = -2.0f * log2e / p.linear_beta;
+        beta = p.beta;
+        linear_beta = p.linear_beta;
+        square = p.beta == 4.0f;
+    }
+    // The exponents are capped so that the product of the three denominators stays finite; beyond the caps tanh is -1 and
+    // the sigmoid below 1e-17.
+    __device__ __forceinline__ void exponentials(float a, float b, float& u, float& w, float& v) const {
+        u = exp2_fast(fminf(a * gate_rate, 28.8f));
+        w = square ? u * u : exp2_fast(fminf(a * sigmoid_rate, 57.7f));
+        v = exp2_fast(fminf(b * linear_rate, 23.0f));
+    }
+    __device__ __forceinline__ float forward(float a, float b) const {
+        float u, w, v;
+        exponentials(a, b, u, w, v);
+        return beta * linear_beta * (1.0f - u) * (1.0f - v) * reciprocal((1.0f + u) * (1.0f + w) * (1.0f + v));
+    }
+    __device__ __forceinline__ void backward(float a, float b, float dh, float& h, float& da, float& db) const {
+        float u, w, v;
+        exponentials(a, b, u, w, v);
+        const float pu = 1.0f + u, pw = 1.0f + w, pv = 1.0f + v;
+        const float r = reciprocal(pu * pw * pv);
+        const float t = (1.0f - u) * pw * pv * r, s = pu * pv * r, y = (1.0f - v) * pu * pw * r;
+        const float gate = beta * t * s, linear = linear_beta * y;
+        h = gate * linear;
+        da = dh * linear * ((1.0f - t * t) * s + gate * (1.0f - s));
+        db = dh * gate * (1.0f - y * y);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------- tiles
+
+struct Tiles {
+    const int* row_start;   // [experts + 1]
+    const int* tile_start;  // [experts + 1] in row tiles
+    int m_tiles, experts, rows, expert, tile, row0, valid, m;
+
+    __device__ Tiles(const int* row_start_, const int* tile_start_, int m_tiles_, const Params& p)
+        : row_start(row_start_), tile_start(tile_start_), m_tiles(m_tiles_), experts(p.experts), rows(p.rows), expert(0), tile(blockIdx.x) {}
+    // Fills in the current tile; false after the last one. Row tiles of an expert are neighbours, so W stays in L2.
+    __device__ __forceinline__ bool locate() {
+        if (tile >= tile_start[experts] * m_tiles) return false;
+        while (tile >= tile_start[expert + 1] * m_tiles) ++expert;
+        const int count = tile_start[expert + 1] - tile_start[expert];
+        const int local = tile - tile_start[expert] * m_tiles;
+        const int total = row_start[expert + 1] - row_start[expert];
+        const int chunk = (total + count - 1) / count;
+        const int j = local % count;
+        m = local / count;
+        row0 = row_start[expert] + j * chunk;
+        valid = max(min(min(chunk, total - j * chunk), rows - row0), 0);  // never past the rows there are, whatever the counts say
+        return true;
+    }
+    __device__ __forceinline__ void next() { tile += gridDim.x; }
+};
+
+__device__ void prefix_counts(const long long* counts, int experts, int* row_start, int* tile_start) {
+    const int lane = threadIdx.x;
+    const int each = (experts + 31) / 32;
+    int rows = 0, tiles = 0;
+    for (int i = lane * each; i < min(experts, (lane + 1) * each); ++i) {
+        rows += (int)counts[i];
+        tiles += ((int)counts[i] + N_LARGE - 1) / N_LARGE;
+    }
+    int rows_before = rows, tiles_before = tiles;
+    for (int d = 1; d < 32; d *= 2) {
+        const int r = __shfl_up_sync(~0u, rows_before, d), t = __shfl_up_sync(~0u, tiles_before, d);
+        if (lane >= d) { rows_before += r; tiles_before += t; }
+    }
+    rows_before -= rows;
+    tiles_before -= tiles;
+    for (int i = lane * each; i < min(experts, (lane + 1) * each); ++i) {
+        row_start[i] = rows_before;
+        tile_start[i] = tiles_before;
+        rows_before += (int)counts[i];
+        tiles_before += ((int)counts[i] + N_LARGE - 1) / N_LARGE;
+        if (i == experts - 1) { row_start[experts] = rows_before; tile_start[experts] = tiles_before; }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- producer
+
+// A scale byte as two bfloat16: 2^(min(s, 128) - 1), which also undoes the decoder's 2^-126, and 2^(max(s, 128) - 128).
+__device__ __forceinline__ u32 forward_factor(u32 s) {
+    return ((min(s, 128u) + 126u) << 7) | ((max(s, 128u) - 1u) << 23);
+}
+__device__ __forceinline__ u32 plain_factor(u32 s) { return s == 0 ? 0x40u : s << 7; }
+
+__device__ __forceinline__ uint4 shift_right_16(uint4 v) {
+    return make_uint4(__funnelshift_r(v.x, v.y, 16), __funnelshift_r(v.y, v.z, 16), __funnelshift_r(v.z, v.w, 16), v.w >> 16);
+}
+
+template <int MODE>
+__device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const TensorMap* map_w1, const TensorMap* map_u,
+                        const Params& p, Tiles tiles, u32 smem, u32 full, u32 empty) {
+    constexpr bool TRANSPOSED = MODE >= 2;
+    const int tid = threadIdx.x;
+    const int m_rows = MODE == 0 ? p.ffn : p.latent;                        // rows of one expert's packed weight
+    const int k_iters = (MODE == 0 || MODE == 2 ? p.latent : MODE == 1 ? p.ffn : 2 * p.ffn) / 64;
+    const int w_rows = MODE == 0 || MODE == 3 ? p.ffn : p.latent;           // rows an expert takes in the weight's map
+    const int pitch = (MODE == 0 || MODE == 3 ? p.latent : p.ffn) / 32;     // scale bytes of one row
+    u32 it = 0;
+    for (; tiles.locate(); tiles.next()) {
+        const int boxes = (tiles.valid + BOX_ROWS - 1) / BOX_ROWS;
+        const u8 *scale_a, *scale_b;
+        uint4 bytes_a, bytes_b;  // the next 512 inputs' scale bytes of two rows
+        u32 bytes = 0;
+        if (!TRANSPOSED) {
+            const int warp = tid / 32, g = (tid % 32) / 4, i = tid % 4;
+            const int row = MODE == 0 ? tiles.m * 128 + warp * 16 + g * 2 + (i & 1) : tiles.m * 256 + tid;
+            const u8* scale = MODE == 0 && i >= 2 ? p.scale1 : p.scale0;
+            scale_a = scale + ((long long)tiles.expert * m_rows + row) * pitch;
+            scale_b = scale_a + (MODE == 0 ? 64 : 128) * pitch;
+            bytes_a = *(const uint4*)scale_a;
+            bytes_b = *(const uint4*)scale_b;
+        } else {
+            scale_a = p.scale0 + ((long long)tiles.expert * w_rows + tid / 2) * pitch + tiles.m * 8 + (tid & 1) * 4;
+            scale_b = MODE == 3 ? p.scale1 + (scale_a - p.scale0) : scale_a;
+            bytes = *(const u32*)scale_a;
+        }
+        for (int k = 0; k < k_iters + (p.lora0 != nullptr); ++k, ++it) {
+            const u32 stage = it % STAGES, parity = (it / STAGES) & 1;
+            const u32 base = smem + stage * STAGE_BYTES, bar = full + stage * 8;
+            barrier_wait(empty + stage * 8, parity ^ 1);
+            if (tid == 0) {
+                const bool lora = k == k_iters;
+                barrier_expect(bar, boxes * BOX_ROWS * 128 + (lora ? 0 : W_BYTES));
+                const TensorMap* source = lora ? map_u : map_x;
+                for (int b = 0; b < boxes; ++b)
+                    copy_tile(base + b * BOX_ROWS * 128, source, lora ? 0 : k * 64, tiles.row0 + b * BOX_ROWS, bar);
+                const u32 w = base + X_BYTES;
+                if (lora) {
+                } else if (MODE == 0) {
+                    copy_tile(w, map_w0, k * 32, tiles.expert * w_rows + tiles.m * 128, bar);
+                    copy_tile(w + W_BYTES / 2, map_w1, k * 32, tiles.expert * w_rows + tiles.m * 128, bar);
+                } else if (MODE == 1) {
+                    copy_tile(w, map_w0, k * 32, tiles.expert * w_rows + tiles.m * 256, bar);
+                    copy_tile(w + W_BYTES / 2, map_w0, k * 32, tiles.expert * w_rows + tiles.m * 256 + 128, bar);
+                } else {
+                    const bool second = MODE == 3 && k >= k_iters / 2;
+                    const int row = tiles.expert * w_rows + (second ? k - k_iters / 2 : k) * 64;
+                    copy_tile(w, second ? map_w1 : map_w0, tiles.m * 128, row, bar);
+                }
+            }
+            if (k < k_iters) {
+                const u32 factors = base + X_BYTES + W_BYTES;
+                if (!TRANSPOSED) {
+                    store_shared_4(factors + tid * 4, forward_factor(bytes_a.x & 255));
+                    store_shared_4(factors + 1024 + tid * 4, forward_factor((bytes_a.x >> 8) & 255));
+                    store_shared_4(factors + 512 + tid * 4, forward_factor(bytes_b.x & 255));
+                    store_shared_4(factors + 1536 + tid * 4, forward_factor((bytes_b.x >> 8) & 255));
+                    bytes_a = shift_right_16(bytes_a);
+                    bytes_b = shift_right_16(bytes_b);
+                    if (k % 8 == 7 && k + 1 < k_iters) {
+                        bytes_a = *(const uint4*)(scale_a + (k + 1) * 2);
+                        bytes_b = *(const uint4*)(scale_b + (k + 1) * 2);
+                    }
+                } else {
+                    const int f = tid / 2;  // input row of this step: 16 s + 8 h + 2 t + j
+                    const int slot = ((f >> 1) & 3) * 16 + (f >> 3) * 2 + (f & 1);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        store_shared_2(factors + (((tid & 1) * 4 + i) * 64 + slot) * 2, plain_factor((bytes >> (8 * i)) & 255));
+                    if (k + 1 < k_iters) {
+                        const bool second = MODE == 3 && k + 1 >= k_iters / 2;
+                        const int row = (second ? k + 1 - k_iters / 2 : k + 1) * 64;
+                        bytes = *(const u32*)((second ? scale_b : scale_a) + (long long)row * pitch);
+                    }
+                }
+            }
+            barrier_arrive(bar);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- consumer
+
+// Byte `pick` of the word (two codes) to two bfloat16 times 2^-126: sign to bit 15, the three other bits to bits 8..6.
+__device__ __forceinline__ u32 decode_byte(u32 word, u32 pick) {
+    const u32 q = __byte_perm(word, 0, pick) * 0x40040u;
+    return ((q << 6) & 0x80008000u) | (q & 0x01c001c0u);
+}
+
+// A operands of 32 inputs, a[block][step][register]; `codes` addresses this thread's first row of block 0.
+template <int MODE>
+__device__ __forceinline__ void decode_forward(u32 (&a)[2][2][4], u32 w, const u32 (&rows)[4], u32 factor_address, int half, u32 pick) {
+    const uint4 factor = load_shared_16(factor_address + half * 1024);
+    const u32 f[4] = {factor.x, factor.y, factor.z, factor.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint4 c = load_shared_16(w + (rows[i] ^ (half * 16)));
+        const u32 scale = __byte_perm(f[i], 0, 0x1010);
+        a[i / 2][0][i % 2] = mul_bf16x2(decode_byte(c.x, pick), scale);
+        a[i / 2][0][i % 2 + 2] = mul_bf16x2(decode_byte(c.y, pick), scale);
+        a[i / 2][1][i % 2] = mul_bf16x2(decode_byte(c.z, pick), scale);
+        a[i / 2][1][i % 2 + 2] = mul_bf16x2(decode_byte(c.w, pick), scale);
+    }
+    if ((f[0] | f[1] | f[2] | f[3]) & 0x40000000u) {  // a scale above 2: the second factor is not 1
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 rest = __byte_perm(f[i], 0, 0x3232);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                u32& v = a[i / 2][r / 2][i % 2 + 2 * (r % 2)];
+                v = mul_bf16x2(v, rest);
+            }
+        }
+    }
+}
+
+// The same for a transposed weight: the step's inputs are rows of W, the four features of a thread are four codes of a row.
+__device__ __forceinline__ void decode_transposed(u32 (&a)[2][2][4], u32 even, u32 odd, u32 factor_address, int half) {
+    const uint4 factor = load_shared_16(factor_address + half * 16);
+    const u32 f[4] = {factor.x, factor.y, factor.z, factor.w};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {  // eight inputs each: step c / 2, register pair c % 2
+        const u32 offset = (half * 32 + c * 8) * 128;
+        const u32 v = load_shared_2(even + offset) | (load_shared_2(odd + offset) << 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 sign = (v << (12 - 4 * i)) & 0x80008000u;
+            const u32 rest = (i < 2 ? v << (6 - 4 * i) : v >> (4 * i - 6)) & 0x01c001c0u;
+            const u32 unit = mul_bf16x2(sign | rest, 0x7e807e80u);  // times 2^126
+            a[i / 2][c / 2][i % 2 + 2 * (c % 2)] = mul_bf16x2(unit, f[c]);
+        }
+    }
+}
+
+__device__ __forceinline__ u64 x_descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+template <int N>
+__device__ __forceinline__ void multiply(float (&acc)[2][N / 2], u32 (&a)[2][2][4], u64 desc) {
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int b = 0; b < 2; ++b) WGMMA<N>::run(acc[b], a[b][s], desc + s * 2);
+    wgmma_commit();
+}
+
+// One more step with a bfloat16 factor from global memory: `rank` is 32, or 64 for mode 3.
+template <int MODE, int N>
+__device__ __forceinline__ void multiply_lora(float (&acc)[2][N / 2], const Params& p, const Tiles& tiles, int feature, u32 x) {
+    constexpr int RANK = MODE == 3 ? 64 : 32;
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int part = 0; part < RANK / 32; ++part) {
+        u32 a[2][2][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u16* factor = MODE == 0 && i >= 2 ? p.lora1 : p.lora0;
+            const int row = feature + (MODE == 0 ? i % 2 : i);
+            const u32* source = (const u32*)(factor + (long long)tiles.expert * p.lora_stride + (long long)row * RANK) + part * 16 + t;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) a[i / 2][c / 2][i % 2 + 2 * (c % 2)] = source[c * 4];
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+                WGMMA<N>::run(acc[b], a[b][s], x_descriptor(x) + part * 4 + (MODE == 0 ? b * 4 : 0) + s * 2);
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
+}
+
+template <int MODE, int N>
+__device__ __forceinline__ void store_tile(float (&acc)[2][N / 2], const Params& p, const Tiles& tiles, int feature) {
+    const int t = threadIdx.x % 4;
+    const Situ situ(p);
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int n = j * 8 + t * 2 + c;
+            if (n >= tiles.valid) continue;
+            const long long row = tiles.row0 + n;
+            const float v0 = acc[0][j * 4 + c], v1 = acc[0][j * 4 + 2 + c];
+            const float v2 = acc[1][j * 4 + c], v3 = acc[1][j * 4 + 2 + c];
+            if (MODE == 0) {
+                *(u32*)(p.out + row * p.ffn + feature) = pack_bf16x2(situ.forward(v0, v2), situ.forward(v1, v3));
+                if (p.extra) {
+                    *(u32*)(p.extra + row * 2 * p.ffn + feature) = pack_bf16x2(v0, v1);
+                    *(u32*)(p.extra + row * 2 * p.ffn + p.ffn + feature) = pack_bf16x2(v2, v3);
+                }
+            } else if (MODE == 2) {
+                const uint2 a = *(const uint2*)(p.pre_in + row * 2 * p.ffn + feature);
+                const uint2 b = *(const uint2*)(p.pre_in + row * 2 * p.ffn + p.ffn + feature);
+                float h[4], da[4], db[4];
+                situ.backward(low_float(a.x), low_float(b.x), v0, h[0], da[0], db[0]);
+                situ.backward(high_float(a.x), high_float(b.x), v1, h[1], da[1], db[1]);
+                situ.backward(low_float(a.y), low_float(b.y), v2, h[2], da[2], db[2]);
+                situ.backward(high_float(a.y), high_float(b.y), v3, h[3], da[3], db[3]);
+                u16* out = p.out + row * 2 * p.ffn + feature;
+                *(uint2*)out = make_uint2(pack_bf16x2(da[0], da[1]), pack_bf16x2(da[2], da[3]));
+                *(uint2*)(out + p.ffn) = make_uint2(pack_bf16x2(db[0], db[1]), pack_bf16x2(db[2], db[3]));
+                if (p.extra)
+                    *(uint2*)(p.extra + row * p.ffn + feature) = make_uint2(pack_bf16x2(h[0], h[1]), pack_bf16x2(h[2], h[3]));
+            } else {
+                *(uint2*)(p.out + row * p.latent + feature) = make_uint2(pack_bf16x2(v0, v1), pack_bf16x2(v2, v3));
+            }
+        }
+    }
+}
+
+template <int MODE, int N>
+__device__ __forceinline__ void consume_tile(const Params& p, const Tiles& tiles, u32& it, u32 smem, u32 full, u32 empty) {
+    constexpr bool TRANSPOSED = MODE >= 2;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int group = threadIdx.x / 128 - 1, warp = (threadIdx.x / 32) % 4;
+    const int k_iters = (MODE == 0 || MODE == 2 ? p.latent : MODE == 1 ? p.ffn : 2 * p.ffn) / 64;
+    // First output feature of this thread; it owns two (mode 0) or four neighbours.
+    const int feature = MODE == 0 ? tiles.m * 128 + group * 64 + warp * 16 + g * 2 : tiles.m * 256 + group * 128 + warp * 32 + g * 4;
+    float acc[2][N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+
+    u32 rows[4], even = 0, odd = 0, factor;
+    if (!TRANSPOSED) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // 32-byte rows, their two 16-byte halves swapped where bit 2 of the row is set
+            const u32 row = MODE == 0 ? (i / 2) * 128 + group * 64 + warp * 16 + g * 2 + i % 2 : group * 128 + warp * 32 + g * 4 + i;
+            rows[i] = row * 32 + ((row >> 2) & 1) * 16;
+        }
+        factor = (group * 128 + warp * 32 + g * 4) * 4;
+    } else {
+        const u32 chunk = group * 4 + warp;
+        even = (2 * t) * 128 + ((chunk ^ (2 * t)) << 4) + 2 * g;
+        odd = (2 * t + 1) * 128 + ((chunk ^ (2 * t + 1)) << 4) + 2 * g;
+        factor = chunk * 128 + t * 32;
+    }
+    const u32 pick = 0x4440u | t;
+    u32 previous = 0;
+#pragma unroll 1
+    for (int k = 0; k < k_iters; ++k, ++it) {
+        const u32 stage = it % STAGES, x = smem + stage * STAGE_BYTES, w = x + X_BYTES;
+        barrier_wait(full + stage * 8, (it / STAGES) & 1);
+        const u64 desc = x_descriptor(x);
+        u32 a0[2][2][4], a1[2][2][4];
+        if (TRANSPOSED) decode_transposed(a0, w + even, w + odd, w + W_BYTES + factor, 0);
+        else decode_forward<MODE>(a0, w, rows, w + W_BYTES + factor, 0, pick);
+        multiply<N>(acc, a0, desc);
+        wgmma_wait<1>();
+        if (k > 0 && lane == 0) barrier_arrive(empty + previous * 8);
+        previous = stage;
+        if (TRANSPOSED) decode_transposed(a1, w + even, w + odd, w + W_BYTES + factor, 1);
+        else decode_forward<MODE>(a1, w, rows, w + W_BYTES + factor, 1, pick);
+        multiply<N>(acc, a1, desc + 4);
+        wgmma_wait<1>();
+    }
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(empty + previous * 8);
+    if (p.lora0 != nullptr) {
+        const u32 stage = it % STAGES;
+        barrier_wait(full + stage * 8, (it / STAGES) & 1);
+        multiply_lora<MODE, N>(acc, p, tiles, feature, smem + stage * STAGE_BYTES);
+        if (lane == 0) barrier_arrive(empty + stage * 8);
+        ++it;
+    }
+    store_tile<MODE, N>(acc, p, tiles, feature);
+}
+
+template <int MODE>
+__device__ __forceinline__ void grouped(const TensorMap* map_x, const TensorMap* map_w0, const TensorMap* map_w1,
+                                        const TensorMap* map_u, const Params& p) {
+    extern __shared__ u8 dynamic_smem[];
+    __shared__ int row_start[MAX_EXPERTS + 1], tile_start[MAX_EXPERTS + 1];
+    __shared__ alignas(8) u64 barriers[2 * STAGES];
+    const u32 smem = (shared_address(dynamic_smem) + 1023) & ~1023u;
+    const u32 full = shared_address(barriers), empty = full + STAGES * 8;
+    if (threadIdx.x < 32) prefix_counts(p.counts, p.experts, row_start, tile_start);
+    if (threadIdx.x == 64) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + s * 8, 129);  // the producer's threads and the byte count
+            barrier_init(empty + s * 8, 8);   // one arrival a consumer warp
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const int m_tiles = MODE == 0 ? p.ffn / 128 : MODE == 2 ? p.ffn / 256 : p.latent / 256;
+    Tiles tiles(row_start, tile_start, m_tiles, p);
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        produce<MODE>(map_x, map_w0, map_w1, map_u, p, tiles, smem, full, empty);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        u32 it = 0;
+        for (; tiles.locate(); tiles.next()) {
+            if (N_SMALL < N_LARGE && tiles.valid <= N_SMALL) consume_tile<MODE, N_SMALL>(p, tiles, it, smem, full, empty);
+            else consume_tile<MODE, N_LARGE>(p, tiles, it, smem, full, empty);
+        }
+    }
+}
+
+#define ENTRY(NAME, MODE)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(384, 1)                                                                   \
+        NAME(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w0,                            \
+             const __grid_constant__ TensorMap map_w1, const __grid_constant__ TensorMap map_u, const __grid_constant__ Params p) { \
+        grouped<MODE>(&map_x, &map_w0, &map_w1, &map_u, p);                                                                \
+    }
+ENTRY(experts_gate, 0)
+ENTRY(experts_down, 1)
+ENTRY(experts_down_backward, 2)
+ENTRY(experts_gate_backward, 3)
