@@ -36,7 +36,11 @@ class Packed:
     """int64 `[n + 1]`: bounds of the sequences over all CP chunks, from 0 to cp * T. Padding is a sequence of its
     own."""
     routing: Tensor | None = None
-    """int `[T, L, k]`: experts to replay, by absolute layer (R3); None: route live."""
+    """int `[T, L, k]`: experts to replay, by absolute layer (R3); a row of -1, or None, routes live."""
+    selection: Tensor | None = None
+    """int `[T, M, topk]`: keys to attend in the M MLA layers, as positions in the own sequence (indexer replay); a row
+    of
+    -1, or None, selects live."""
 
 
 class DecoderLayer(nn.Module):
@@ -84,12 +88,13 @@ class DecoderLayer(nn.Module):
         return leave_tp(self.mlp(enter_tp(y, self.mesh)), self.mesh), None
 
     def forward(
-        self, bank: Tensor, prefix: Tensor, cu_seqlens: Tensor, replay: Tensor | None
+        self, bank: Tensor, prefix: Tensor, cu_seqlens: Tensor, replay: Tensor | None, selection: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(bank, prefix, experts chosen) after the layer; plain tensors, so that it can be recomputed."""
         residual = Residual(bank, prefix)
         x = enter_tp(self.attention_input(residual), self.mesh)
-        residual = self.after_attention(residual, leave_tp(self.self_attn(x, cu_seqlens), self.mesh))
+        attended = self.self_attn(x, cu_seqlens) if selection is None else self.self_attn(x, cu_seqlens, selection)
+        residual = self.after_attention(residual, leave_tp(attended, self.mesh))
         out, chosen = self.ffn(self.ffn_input(residual), replay)
         return residual.bank, residual.prefix + out, chosen
 
@@ -137,21 +142,30 @@ class Decoder(nn.Module):
             prefix = prefix.requires_grad_(True)
         return Residual(prefix.new_empty(0, *prefix.shape), prefix)
 
-    def run_layers(
-        self, residual: Residual, cu_seqlens: Tensor, routing: Tensor | None = None
-    ) -> tuple[Residual, dict[int, Tensor]]:
-        """(residual after this rank's layers, experts chosen `[T, k]` by absolute layer number)."""
+    def run_layers(self, residual: Residual, batch: Packed) -> tuple[Residual, dict[int, Tensor]]:
+        """(residual after this rank's layers, experts chosen `[T, k]` by absolute layer number).
+
+        Forward and recomputation of a layer are given the same slices of what is replayed, so neither keeps a cursor.
+        """
         chosen: dict[int, Tensor] = {}
         bank, prefix = residual
         for index, layer in self.layers.items():
-            replay = None if routing is None or layer.block_sparse_moe is None else routing[:, index]
+            inputs = (bank, prefix, batch.cu_seqlens, *self._replayed(batch, index, layer))
             if self.build.recompute and torch.is_grad_enabled():
-                bank, prefix, used = checkpoint(layer, bank, prefix, cu_seqlens, replay, use_reentrant=False)
+                bank, prefix, used = checkpoint(layer, *inputs, use_reentrant=False)
             else:
-                bank, prefix, used = layer(bank, prefix, cu_seqlens, replay)
+                bank, prefix, used = layer(*inputs)
             if used is not None:
                 chosen[index] = used
         return Residual(bank, prefix), chosen
+
+    def _replayed(self, batch: Packed, index: int, layer: DecoderLayer) -> tuple[Tensor | None, Tensor | None]:
+        experts = keys = None
+        if batch.routing is not None and layer.block_sparse_moe is not None:
+            experts = batch.routing[:, index]
+        if batch.selection is not None and self.config.is_mla(index):
+            keys = batch.selection[:, self.config.mla_layers.index(index)]
+        return experts, keys
 
     def final_hidden(self, residual: Residual) -> Tensor:
         """Last mix and norm, `[T, D]`: what the head reads."""
@@ -165,7 +179,7 @@ class Decoder(nn.Module):
         received: the previous stage's packed residual; None on the first stage.
         """
         residual = self.embed(batch.tokens) if received is None else Residual.unpack(received)
-        residual, _ = self.run_layers(residual, batch.cu_seqlens, batch.routing)
+        residual, _ = self.run_layers(residual, batch)
         if not self.build.mesh.last_stage:
             return residual.pack()
         return enter_tp(self.final_hidden(residual), self.build.mesh)
@@ -173,7 +187,7 @@ class Decoder(nn.Module):
     def forward_captured(self, batch: Packed) -> tuple[Tensor, Tensor]:
         """(hidden `[T, D]`, experts chosen int64 `[T, L, k]`, 0 in dense layers): one process, nothing kept for
         gradients."""
-        residual, chosen = self.run_layers(self.embed(batch.tokens), batch.cu_seqlens, batch.routing)
+        residual, chosen = self.run_layers(self.embed(batch.tokens), batch)
         config = self.config
         routing = torch.zeros(
             len(batch.tokens), config.num_hidden_layers, config.num_experts_per_token, dtype=torch.int64

@@ -96,8 +96,11 @@ class MlaAttention(nn.Module):
         opened = sigmoid(gate.to(accumulate_dtype(gate))).to(attended.dtype)
         return self.o_proj(attended.flatten(-2) * opened)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """`[T, D]` inside a tensor-parallel region -> partial `[T, D]`. cu_seqlens int `[n + 1]` over all CP chunks."""
+    def forward(self, x: Tensor, cu_seqlens: Tensor, replay: Tensor | None = None) -> Tensor:
+        """`[T, D]` inside a tensor-parallel region -> partial `[T, D]`. cu_seqlens int `[n + 1]` over all CP chunks.
+
+        replay: int `[T, topk]` keys to attend, as positions in the own sequence, -1 for none; a row of -1 selects live.
+        """
         cp = self.mesh.cp
         rows = None
         if cp.size > 1:
@@ -105,6 +108,8 @@ class MlaAttention(nn.Module):
         q_latent = self.query_latent(x)
         keys, values = self.keys_values(gather_sequence(self.latent(x), cp))
         indices = self.select(q_latent.detach(), x.detach(), cu_seqlens, rows)
+        if indices is not None and replay is not None:
+            indices = _replayed(replay, indices, cu_seqlens, rows)
         attended = sparse_mla_attention(
             self.queries(q_latent), keys, values, indices, cu_seqlens=cu_seqlens, scale=self.scale, rows=rows
         )
@@ -118,3 +123,13 @@ class MlaAttention(nn.Module):
         index_q, index_w = self.indexer.query(q_latent, x)
         index_k = gather_sequence(self.indexer.key(x), self.mesh.cp)
         return select_keys(index_q, index_k, index_w, cu_seqlens=cu_seqlens, topk=self.indexer.topk, rows=rows)
+
+
+def _replayed(replay: Tensor, live: Tensor, cu_seqlens: Tensor, rows: Tensor | None) -> Tensor:
+    """Rows of the packed keys named by `replay`, in the dtype of `live`; the live row where a row names none."""
+    if rows is None:
+        rows = torch.arange(live.shape[0], device=live.device)
+    bounds = cu_seqlens.to(torch.int64)
+    start = bounds[torch.searchsorted(bounds, rows, right=True) - 1, None]
+    named = torch.where(replay >= 0, replay + start, -1).to(live.dtype)
+    return torch.where((replay >= 0).any(-1, keepdim=True), named, live)

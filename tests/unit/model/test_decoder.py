@@ -13,6 +13,7 @@ from k31core.model.build import Build, LoraSpec
 from k31core.model.config import load_config
 from k31core.model.decoder import Decoder, Packed
 from k31core.model.lora import adapter_parameters, trainable_slots
+from k31core.model.mla import MlaAttention
 from k31core.model.weight_names import IGNORED_PREFIXES, adapter_slots, base_slots, expected_names
 from tests.model_cases import CASES, ReferenceModel, config_of, load_tensors, random_adapter, write_checkpoint
 
@@ -123,6 +124,32 @@ def test_a_row_of_minus_one_is_routed_live(tmp_path: Path) -> None:
         again, used = decoder.forward_captured(Packed(batch.tokens, batch.cu_seqlens, routing))
     assert torch.equal(hidden, again)
     assert int(used.min()) >= 0
+
+
+def test_indexer_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaying what was selected changes nothing; replaying other keys does; a row of -1 selects live."""
+    directory = write_checkpoint(tmp_path / "model", VARIANTS["k31-4-heads-topk-3"])
+    decoder = decoder_of(directory, Build(dtype=torch.float64))
+    batch = packed(torch.arange(9), torch.arange(20, 32))
+    starts = torch.tensor([0] * 9 + [9] * 12)[:, None]
+    selected: list[torch.Tensor] = []
+    plain = MlaAttention.select
+
+    def recording(self: MlaAttention, *arguments: torch.Tensor) -> torch.Tensor | None:
+        selected.append(plain(self, *arguments))
+        return selected[-1]
+
+    with torch.no_grad():
+        monkeypatch.setattr(MlaAttention, "select", recording)
+        hidden = decoder(batch)
+        monkeypatch.setattr(MlaAttention, "select", plain)
+        recorded = torch.stack([torch.where(s >= 0, s - starts, -1) for s in selected], dim=1)
+        assert recorded.shape == (21, 2, 3)
+        assert torch.equal(decoder(replace(batch, selection=recorded)), hidden)
+        newest = torch.where(recorded >= 0, torch.arange(21)[:, None, None] - starts[..., None], -1)
+        assert not torch.allclose(decoder(replace(batch, selection=newest)), hidden)
+        newest[:] = -1
+        assert torch.equal(decoder(replace(batch, selection=newest)), hidden)
 
 
 def test_first_step_has_zero_gradient_on_every_a_and_none_on_no_b(tmp_path: Path) -> None:
