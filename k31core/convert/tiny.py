@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,22 +34,32 @@ class TinyGateError(RuntimeError):
     """The made checkpoint is no start for RL: says what was measured and which field to change."""
 
 
-def make_tiny_checkpoint(config: TinyCheckpoint, family: str, out_dir: Path, progress: Progress) -> dict[str, Any]:
+def make_tiny_checkpoint(
+    config: TinyCheckpoint,
+    family: str,
+    out_dir: Path,
+    progress: Progress,
+    *,
+    gate_samples: Mapping[str, int] = MappingProxyType(GATE_SAMPLES),
+) -> dict[str, Any]:
     """Pre-train and write a checkpoint directory (weights, `config.json`, tokenizer, `tiny.json`); returns `tiny.json`.
 
-    family: `kimi_k31` or `kimi_k3`. The same arguments give the same bytes on the same kind of processor. What is
-    measured is the model as written: BF16 weights and MXFP4 experts, read back from the files.
+    family: `kimi_k31` or `kimi_k3`. gate_samples: answers sampled of each split for the gate. The same arguments give
+    the same bytes on the same kind of processor. What is measured is the model as written: BF16 weights and MXFP4
+    experts, read back from the files.
     Raises `TinyGateError` when the sampled reward or the share of boxed answers is outside the gate.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # bits depend on the thread count
     try:
-        return _make(config, family, out_dir, progress)
+        return _make(config, family, out_dir, progress, gate_samples)
     finally:
         torch.set_num_threads(threads)
 
 
-def _make(config: TinyCheckpoint, family: str, out_dir: Path, progress: Progress) -> dict[str, Any]:
+def _make(
+    config: TinyCheckpoint, family: str, out_dir: Path, progress: Progress, gate_samples: Mapping[str, int]
+) -> dict[str, Any]:
     raw = tiny_config(family=family, hidden_size=config.hidden_size, num_hidden_layers=config.num_hidden_layers)
     parts = split_problems(arithmetic_problems(config.max_operand, config.seed), config.heldout_one_in)
     decoder = Decoder(parse_config(raw), Build(experts=ExpertFormat.DENSE, train_base=True))
@@ -67,7 +79,7 @@ def _make(config: TinyCheckpoint, family: str, out_dir: Path, progress: Progress
     written = Decoder(parse_config(raw), Build())
     NativeCheckpoint(out_dir).load(base_slots(written), progress=False)
     results = {
-        name: measure(written, parts[name], samples=GATE_SAMPLES[name], seed=config.seed + offset)
+        name: measure(written, parts[name], samples=gate_samples[name], seed=config.seed + offset)
         for offset, name in enumerate(("train", "heldout"), start=1)
     }
     train, heldout = results["train"], results["heldout"]
