@@ -99,6 +99,9 @@ def _tokens(text: str) -> list[str | Number | Name]:
     tokens: list[str | Number | Name] = []
     position = 0
     while position < len(text):
+        if text[position].isspace():  # line breaks: spaces are gone by now
+            position += 1
+            continue
         match = _TOKEN.match(text, position) or _LETTER_NAME.match(text, position)
         if match is None:
             raise NotAlgebra(f"{text[position]!r} is no part of an expression")

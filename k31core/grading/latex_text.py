@@ -89,21 +89,33 @@ class _Reader:
             return self._verbatim()
         if name in SYMBOLS:
             return SYMBOLS[name]
-        if name == "sqrt":
-            self._optional(depth)
-            return f"√({self._argument(depth)})"
-        if name in ("frac", "nicefrac", "textfrac"):
-            numerator = self._argument(depth)
-            return f"{numerator}/{self._argument(depth)}"
+        if name in ("sqrt", "frac", "nicefrac", "textfrac"):
+            return self._root_or_fraction(name, depth)
         if name in ACCENTS:
-            return _accented(self._argument(depth), ACCENTS[name])
+            return _accented(self._argument(depth) or "", ACCENTS[name])
         if name in DROPPED_ARGUMENTS:
             for _ in range(DROPPED_ARGUMENTS[name]):
                 self._argument(depth)
             return ""
         if name in ARGUMENT_TEXT:
-            return math_letters(self._argument(depth), ARGUMENT_TEXT[name])
+            return math_letters(self._argument(depth) or "", ARGUMENT_TEXT[name])
         return ""
+
+    def _root_or_fraction(self, name: str, depth: int) -> str:
+        """`√(a)` or `a/b`. Without its arguments a root is unreadable, and a fraction is a text equal to nothing."""
+        start = self.position
+        if name == "sqrt":
+            self._optional(depth)
+        first = self._argument(depth)
+        if name == "sqrt":
+            if first is None:
+                raise LatexTextError("a root lacks its argument")
+            return f"√({first})"
+        second = None if first is None else self._argument(depth)
+        if second is None:
+            self.position = start
+            return "%s/%s"
+        return f"{first}/{second}"
 
     def _name(self) -> str:
         """The name of the macro here; spaces after a name of letters belong to it."""
@@ -127,13 +139,18 @@ class _Reader:
         while self.position < len(self.source) and self.source[self.position].isspace():
             self.position += 1
 
-    def _argument(self, depth: int) -> str:
-        """The next group, macro or single character."""
+    def _argument(self, depth: int) -> str | None:
+        """The next group, macro (alone, without arguments of its own) or character; None when there is none."""
         if depth >= MAX_DEPTH:
             raise LatexTextError(f"LaTeX nested deeper than {MAX_DEPTH}")
         self._skip_spaces()
         if self.position >= len(self.source) or self.source[self.position] == "}":
-            raise LatexTextError("a LaTeX macro lacks an argument")
+            return None
+        if self.source[self.position] == "\\":
+            name = self._name()
+            if name == "sqrt":
+                raise LatexTextError("a root lacks its argument")
+            return "%s/%s" if name in ("frac", "nicefrac", "textfrac") else SYMBOLS.get(name, "")
         return self._one(self.source[self.position], depth + 1)
 
     def _optional(self, depth: int) -> str:
@@ -154,7 +171,7 @@ class _Reader:
 
     def _environment(self, depth: int) -> str:
         """The inside of `\\begin{name}...\\end{name}`; matrices are written `[ a b; c d ]`."""
-        name = self._argument(depth)
+        name = self._argument(depth) or ""
         if name == "array":
             self._argument(depth)
         inside = self.until_closed(depth + 1, stop="\\end")
