@@ -6,7 +6,7 @@ A rank reads only the bytes of its slots, in the order they lie in the files. Th
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k31core.checkpoint.stream import Piece, extents, stream
 from k31core.checkpoint.tensor_file import NAMES, TensorFile, write_tensor_file
 from k31core.ops.mxfp4 import check_scale
 from k31core.parallel.sharding import Shard, Slot, Stored
@@ -42,10 +43,14 @@ class LoadReport:
     """What a load read."""
 
     tensors: int
-    bytes: int
-    ranges: int
-    """Separate byte ranges asked of the files, headers not counted."""
+    requested: dict[str, list[tuple[int, int]]]
+    """(offset, length) of the byte ranges asked of each shard; headers are not counted."""
     seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """Bytes asked for."""
+        return sum(length for ranges in self.requested.values() for _, length in ranges)
 
     @property
     def bytes_per_second(self) -> float:
@@ -82,17 +87,13 @@ class NativeCheckpoint:
             by_shard.setdefault(self.shard_of[slot.name], []).append(slot)
         total = sum(_slot_bytes(slot) for group in by_shard.values() for slot in group)
         begun = time.perf_counter()
-        tensors = nbytes = ranges = 0
+        requested: dict[str, list[tuple[int, int]]] = {}
         with _Progress(total if progress and total >= _PROGRESS_BYTES else 0) as bar:
             for shard in sorted(by_shard):
                 with TensorFile(self.directory / shard) as file:
-                    for slot in _in_file_order(file, by_shard[shard]):
-                        _fill(file, slot)
-                        tensors += 1
-                        bar.advance(_slot_bytes(slot))
-                    nbytes += sum(length for _, length in file.requested)
-                    ranges += len(file.requested)
-        return LoadReport(tensors, nbytes, ranges, time.perf_counter() - begun)
+                    requested[shard] = _load_shard(file, by_shard[shard], bar.advance)
+        seconds = time.perf_counter() - begun
+        return LoadReport(sum(len(group) for group in by_shard.values()), requested, seconds)
 
 
 def write_native_checkpoint(
@@ -154,14 +155,37 @@ def _slot_bytes(slot: Slot) -> int:
     return slot.tensor.numel() * slot.tensor.element_size()
 
 
-def _in_file_order(file: TensorFile, slots: list[Slot]) -> Iterator[Slot]:
+def _load_shard(file: TensorFile, slots: list[Slot], advance: Callable[[int], None]) -> list[tuple[int, int]]:
+    """Fill the slots of one file: consecutive bytes in one stream, row slices one by one. Returns the ranges read."""
     for slot in slots:
         _check_entry(file, slot.name, slot.shard)
-    ordered = sorted(slots, key=lambda slot: file.entries[slot.name].start)
-    for slot, following in zip(ordered, [*ordered[1:], None], strict=True):
-        if following is not None:
-            file.prefetch(following.name)
-        yield slot
+    pieces = []
+    for slot in sorted(slots, key=lambda slot: file.entries[slot.name].start):
+        shard = slot.shard
+        if shard.whole or shard.dim == 0 or shard.zero_padded_to is not None:
+            pieces.append(_piece(file, slot, advance))
+        else:
+            _fill(file, slot, file.read(slot.name, shard.dim, shard.start, shard.length))
+            advance(_slot_bytes(slot))
+    stream(file.path, pieces)
+    return [*file.requested, *extents(pieces)]
+
+
+def _piece(file: TensorFile, slot: Slot, advance: Callable[[int], None]) -> Piece:
+    """Where the slot's bytes lie and go: into its own memory when nothing is left to change, else into a copy."""
+    shard, target, entry = slot.shard, slot.tensor, file.entries[slot.name]
+    start, shape = entry.start, entry.shape
+    if not shard.whole and shard.zero_padded_to is None:
+        start += shard.start * (entry.nbytes // entry.shape[0])
+        shape = shard.local_shape
+    straight = target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous()
+    stored = target.detach() if straight and target.shape == shape else torch.empty(shape, dtype=entry.dtype)
+
+    def done() -> None:
+        _fill(file, slot, stored)
+        advance(_slot_bytes(slot))
+
+    return Piece(start, stored.view(-1).view(torch.uint8), done)
 
 
 def _check_entry(file: TensorFile, name: str, shard: Shard) -> None:
@@ -178,21 +202,17 @@ def _check_entry(file: TensorFile, name: str, shard: Shard) -> None:
 
 
 @torch.no_grad()
-def _fill(file: TensorFile, slot: Slot) -> None:
-    shard, target = slot.shard, slot.tensor
-    entry = file.entries[slot.name]
-    if shard.zero_padded_to is not None:
-        target.copy_(shard.take(_strip_padding(file, slot)))
-    elif shard.whole and target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous():
-        file.read_into(slot.name, target)
-    else:
-        target.copy_(file.read(slot.name, shard.dim, shard.start, shard.length))
-    if shard.stored is Stored.SCALE:
-        check_scale(target, slot.name)
+def _fill(file: TensorFile, slot: Slot, stored: Tensor) -> None:
+    """Put what was read into the slot, checked. `stored` may be the slot's own memory already."""
+    if slot.shard.zero_padded_to is not None:
+        stored = slot.shard.take(_strip_padding(file, slot, stored))
+    if stored.data_ptr() != slot.tensor.data_ptr():
+        slot.tensor.copy_(stored)
+    if slot.shard.stored is Stored.SCALE:
+        check_scale(slot.tensor, slot.name)
 
 
-def _strip_padding(file: TensorFile, slot: Slot) -> Tensor:
-    stored = file.read(slot.name)
+def _strip_padding(file: TensorFile, slot: Slot, stored: Tensor) -> Tensor:
     used = slot.shard.shape[0]
     beyond = stored[used:]
     if bool((beyond != 0).any()):

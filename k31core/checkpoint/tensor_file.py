@@ -84,16 +84,6 @@ class TensorFile:
             self._read_into(entry.start + row * stride + start * inner, view[row * size : (row + 1) * size])
         return target.view(entry.dtype).view(shape)
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Read the whole tensor straight into contiguous CPU memory of the same dtype and size."""
-        entry = self.entries[name]
-        self._read_into(entry.start, memoryview(target.detach().view(-1).view(torch.uint8).numpy()))
-
-    def prefetch(self, name: str) -> None:
-        """Tell the kernel that this tensor is read next."""
-        entry = self.entries[name]
-        os.posix_fadvise(self._fd, entry.start, entry.nbytes, os.POSIX_FADV_WILLNEED)
-
     def _rows(self, entry: Entry, offset: int, nbytes: int) -> Tensor:
         target = torch.empty(nbytes, dtype=torch.uint8)
         self._read_into(entry.start + offset, memoryview(target.numpy()))
