@@ -5,13 +5,13 @@ import socket
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from k31core.cluster.bandwidth import AllReduceResult, BandwidthError, measure_all_reduce, require_bandwidth
 
 
 def _rank(rank: int, port: int, corrupt: bool, results: Any) -> None:
-    import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)

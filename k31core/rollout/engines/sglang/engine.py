@@ -1,0 +1,370 @@
+"""The Engine protocol over one or several SGLang servers.
+
+    generate() ──► gate (closed while an adapter is loaded) ──► server with the fewest requests ──► decode in a thread
+
+An answer is decoded off the event loop, so that grading and other answers go on. The adapter is loaded under a name
+that is new every time, and every answer must say that it was drawn with exactly that content (`weight_version`).
+"""
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from k31core.recipe.train import LoraRecipe
+from k31core.rl.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from k31core.rollout.engine import AdapterRefusedError, EngineError, EngineHealth, StaleVersionError
+from k31core.rollout.engines.sglang.adapter_files import Factors, check_adapter, write_for_sglang
+from k31core.rollout.engines.sglang.client import ServerError, SglangClient
+from k31core.rollout.engines.sglang.launch import ServerProcess
+from k31core.rollout.engines.sglang.payload import (
+    Answer,
+    ModelShape,
+    PayloadError,
+    decode_answer,
+    decode_scores,
+    encode_request,
+)
+
+ALL_MEMORY = ["kv_cache", "weights", "cuda_graph"]
+_PROBE_TOKENS = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SglangOptions:
+    """How the engine behaves."""
+
+    shape: ModelShape
+    factors: Factors
+    """Factors of an adapter this engine serves."""
+    lora: LoraRecipe
+    max_total_tokens: int
+    flat_candidates: bool
+    """The server sends candidates as base64 arrays (from 0.5.22)."""
+    base_kept: bool
+    """The server keeps a host copy of the base, so it may release its weights."""
+    pinned_adapters: bool
+    """Attention DP needs its adapters pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """The adapter that is served, or the base alone."""
+
+    version: int
+    lora_name: str | None
+    weight_version: str
+    directory: Path | None
+
+
+class SglangEngine:
+    """See `k31core.rollout.engine.Engine`. Made by `open_sglang`."""
+
+    def __init__(
+        self,
+        clients: Sequence[SglangClient],
+        processes: Sequence[ServerProcess],
+        options: SglangOptions,
+        base_version: str,
+    ) -> None:
+        self._clients, self._processes, self._options = list(clients), list(processes), options
+        self._base = self._served = _Served(-1, None, base_version, None)
+        self._gate, self._idle = asyncio.Lock(), asyncio.Event()
+        self._idle.set()
+        self._tasks: dict[str, asyncio.Task[Completion]] = {}
+        self._server_of: dict[str, SglangClient] = {}
+        self._aborted: set[str] = set()
+        self._loads = 0
+        self._awake = self._weights_awake = True
+        self._base_lost = self._closed = False
+        self._failure = ""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Draw one completion. Raises StaleVersionError, EngineError; ValueError for a request that can never fit."""
+        async with self._gate:
+            self._require_awake()
+            if request.policy_version != self._served.version:
+                raise StaleVersionError(
+                    f"request {request.request_id} wants adapter version {request.policy_version}, version "
+                    f"{self._served.version} is loaded: load the adapter first"
+                )
+            self._check_fits(request)
+            task = asyncio.create_task(self._generate(request, self._served))
+            self._tasks[request.request_id] = task
+            self._idle.clear()
+            task.add_done_callback(lambda _: self._forget(request.request_id))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineError(f"request {request.request_id} was not finished: the engine was closed") from None
+            task.cancel()
+            raise
+
+    async def score(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probs `[n − 1]` of a fixed sequence with the current adapter at temperature 1."""
+        if len(tokens) < 2:
+            raise ValueError(f"a sequence to score needs at least 2 tokens, got {len(tokens)}")
+        self._check_tokens(tokens)
+        async with self._gate:
+            self._require_awake()
+            return await self._score_on(self._clients[0], tokens, self._served.lora_name)
+
+    async def load_adapter(self, directory: Path, version: int) -> str:
+        """Serve `directory` as `version` on every server once running requests are done; returns its digest.
+
+        Raises AdapterRefusedError, with the old adapter served. A server that does not confirm makes the whole engine
+        unusable: it could answer the next step with the wrong weights.
+        """
+        if version < 0:
+            raise ValueError(f"adapter version {version}: versions count from 0")
+        options = self._options
+        adapter = await asyncio.to_thread(check_adapter, directory, options.factors, options.lora)
+        renamed = directory.parent / f".{directory.name}.sglang-{self._loads}"
+        async with self._gate:
+            self._require_awake()
+            await self._idle.wait()
+            self._require_alive()
+            self._loads += 1
+            name = f"k31-v{version}-{self._loads}"
+            new = _Served(version, name, f"{name}-{adapter.digest[:16]}", directory)
+            try:
+                await asyncio.to_thread(write_for_sglang, adapter, renamed)
+                await self._replace(new, str(renamed))
+            finally:
+                shutil.rmtree(renamed, ignore_errors=True)
+            return adapter.digest
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        """End requests early; their `generate` returns with FinishReason.ABORT. Unknown ids are ignored."""
+        for request_id in set(request_ids) & self._tasks.keys():
+            self._aborted.add(request_id)
+            client = self._server_of.get(request_id)
+            if client is None or not client.at_server(request_id):
+                self._tasks[request_id].cancel()
+            else:
+                await client.abort(request_id)
+
+    async def sleep(self) -> None:
+        """Release GPU memory once running requests are done: caches, and the weights where the host has a copy."""
+        async with self._gate:
+            self._require_alive()
+            if not self._awake:
+                return
+            await self._idle.wait()
+            for client in self._clients:
+                await client.flush_cache()
+            for client in self._clients:
+                await client.release_memory(ALL_MEMORY)
+            self._awake = self._weights_awake = False
+            self._base_lost = not self._options.base_kept
+
+    async def wake_weights(self) -> None:
+        """First half of `wake`: the memory of the weights, for a publisher that sends the base again."""
+        async with self._gate:
+            self._require_alive()
+            await self._wake_weights()
+
+    def base_was_sent(self) -> None:
+        """Called by the publisher once every server confirmed the base."""
+        self._base_lost = False
+
+    async def wake(self) -> None:
+        """Take the memory back, weights first: the caches take what is left.
+
+        Raises EngineError while the servers have neither a host copy of the base nor got it again.
+        """
+        async with self._gate:
+            self._require_alive()
+            if self._awake:
+                return
+            if self._base_lost:
+                raise EngineError(
+                    "the servers released the base and keep no copy (rollout.engine.lora_base_cpu_backup is off): "
+                    "call wake_weights() and send the base (sync.resend_base) first"
+                )
+            await self._wake_weights()
+            for client in self._clients:
+                await client.resume_memory(["kv_cache", "cuda_graph"])
+            self._awake = True
+
+    async def _wake_weights(self) -> None:
+        if self._weights_awake:
+            return
+        for client in self._clients:
+            await client.resume_memory(["weights"])
+        self._weights_awake = True
+
+    async def health(self) -> EngineHealth:
+        """A moment's view; never raises."""
+        sent = sum(client.sent for client in self._clients)
+        problem = self._failure
+        if not problem and not self._closed and self._awake:
+            answers = await asyncio.gather(*(client.healthy() for client in self._clients))
+            problem = "; ".join(answer for answer in answers if answer)
+        return EngineHealth(
+            alive=not self._closed and not problem,
+            policy_version=self._served.version,
+            running=sent,
+            waiting=max(0, len(self._tasks) - sent),
+            awake=self._awake,
+            detail=problem,
+        )
+
+    async def close(self) -> None:
+        """End requests, connections and the servers that this engine started. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in self._clients:
+            await client.close()
+        for process in self._processes:
+            await process.stop()
+
+    async def _generate(self, request: GenerateRequest, served: _Served) -> Completion:
+        client = min(self._clients, key=lambda c: (c.load, c.url))
+        self._server_of[request.request_id] = client
+        flat = self._options.flat_candidates
+        try:
+            body = await client.generate(
+                request.request_id,
+                lambda rid: encode_request(request, rid=rid, lora_name=served.lora_name, flat=flat),
+            )
+            answer = Answer(body, client.url, served.weight_version)
+            return await asyncio.to_thread(decode_answer, answer, request, self._options.shape)
+        except (asyncio.CancelledError, ServerError, PayloadError):
+            if request.request_id in self._aborted and not self._closed:
+                return self._nothing(request)
+            raise
+
+    def _nothing(self, request: GenerateRequest) -> Completion:
+        """The completion of a request that was aborted before it drew a token."""
+        k, shape = request.params.top_logprobs_num, self._options.shape
+        routing = np.zeros((0, shape.num_layers, shape.experts_per_token), np.int16)
+        return Completion(
+            request.request_id,
+            np.zeros(0, np.int32),
+            np.zeros(0, np.float32),
+            np.zeros((0, k), np.int32),
+            np.zeros((0, k), np.float32),
+            routing if request.params.return_routing else None,
+            FinishReason.ABORT,
+            request.policy_version,
+        )
+
+    async def _replace(self, new: _Served, path: str) -> None:
+        """Old adapter out, new one in, everywhere; on a refusal the old one comes back."""
+        old, done = self._served, list[SglangClient]()
+        try:
+            for client in self._clients:
+                done.append(client)
+                await self._load_on(client, new, path, old.lora_name)
+        except (ServerError, PayloadError) as error:
+            await self._restore(done, new, old)
+            raise AdapterRefusedError(
+                f"{new.directory}: the server refused it, the old one is served: {error}"
+            ) from error
+        self._served = new
+
+    async def _load_on(self, client: SglangClient, new: _Served, path: str, old_name: str | None) -> None:
+        assert new.lora_name is not None
+        if old_name is not None:
+            await client.unload_lora(old_name)
+        await client.load_lora(new.lora_name, path, pinned=self._options.pinned_adapters)
+        await client.flush_cache()
+        await client.set_weight_version(new.weight_version)
+        seen = str((await client.model_info()).get("weight_version"))
+        if seen != new.weight_version:
+            raise ServerError(f"{client.url} says its weights are {seen!r} after loading {new.weight_version!r}")
+        await self._score_on(client, _PROBE_TOKENS, new.lora_name)
+
+    async def _restore(self, clients: Sequence[SglangClient], new: _Served, old: _Served) -> None:
+        renamed: Path | None = None
+        try:
+            if old.directory is not None:
+                adapter = await asyncio.to_thread(
+                    check_adapter, old.directory, self._options.factors, self._options.lora
+                )
+                renamed = old.directory.parent / f".{old.directory.name}.sglang-restore"
+                await asyncio.to_thread(write_for_sglang, adapter, renamed)
+            for client in clients:
+                await self._restore_on(client, new, old, renamed)
+        except (EngineError, OSError) as error:
+            self._failure = f"neither the new nor the old adapter could be loaded: {error}; restart the engine"
+            raise EngineError(self._failure) from error
+        finally:
+            if renamed is not None:
+                shutil.rmtree(renamed, ignore_errors=True)
+
+    async def _restore_on(self, client: SglangClient, new: _Served, old: _Served, renamed: Path | None) -> None:
+        for name in (new.lora_name, old.lora_name):
+            if name is None:
+                continue
+            try:
+                await client.unload_lora(name)
+            except ServerError:  # not loaded there: that is what is wanted
+                continue
+        if old.lora_name is not None:
+            await client.load_lora(old.lora_name, str(renamed), pinned=self._options.pinned_adapters)
+        await client.flush_cache()
+        await client.set_weight_version(old.weight_version)
+
+    async def _score_on(
+        self, client: SglangClient, tokens: tuple[int, ...], lora_name: str | None
+    ) -> tuple[float, ...]:
+        params = SamplingParams(1.0, 1.0, 0, 1, (), seed=0)
+        request = GenerateRequest("score", tokens, params, self._served.version)
+
+        def encode(rid: str) -> bytes:
+            body = encode_request(request, rid=rid, lora_name=lora_name, flat=False)
+            return body[:-1] + b',"logprob_start_len":0}'
+
+        body = await client.generate("score", encode)
+        return await asyncio.to_thread(decode_scores, body, tokens, client.url)
+
+    def _forget(self, request_id: str) -> None:
+        self._tasks.pop(request_id, None)
+        self._server_of.pop(request_id, None)
+        self._aborted.discard(request_id)
+        if not self._tasks:
+            self._idle.set()
+
+    def _check_fits(self, request: GenerateRequest) -> None:
+        params, limit = request.params, self._options.max_total_tokens
+        if request.request_id in self._tasks:
+            raise ValueError(f"request id {request.request_id!r} is already running: ids must be unique")
+        if not request.tokens:
+            raise ValueError(f"request {request.request_id} needs at least one prompt token")
+        self._check_tokens(request.tokens)
+        if params.max_new_tokens < 1:
+            raise ValueError(f"request {request.request_id}: max_new_tokens {params.max_new_tokens} must be at least 1")
+        if len(request.tokens) + params.max_new_tokens > limit:
+            raise ValueError(
+                f"request {request.request_id}: {len(request.tokens)} prompt tokens and max_new_tokens "
+                f"{params.max_new_tokens} exceed rollout.engine.max_total_tokens {limit}"
+            )
+        encode_request(request, rid="", lora_name=None, flat=False)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        vocab = self._options.shape.vocab_size
+        bad = next((t for t in tokens if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise ValueError(f"token {bad} is outside the vocabulary of {vocab}")
+
+    def _require_alive(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._failure:
+            raise EngineError(f"the engine failed and must be restarted: {self._failure}")
+
+    def _require_awake(self) -> None:
+        self._require_alive()
+        if not self._awake:
+            raise EngineError("the engine is asleep: call wake() first")
