@@ -22,6 +22,7 @@ from k31core.model.lora import init_adapter, trainable_slots
 from k31core.model.weight_names import IGNORED_PREFIXES, adapter_slots, base_slots, expected_names
 from k31core.parallel.groups import first_complaint
 from k31core.parallel.mesh import SINGLE, Mesh, stage_layers
+from k31core.parallel.sharding import Slot
 from k31core.recipe.recipe import Recipe
 from k31core.rl.losses import LossChoice
 from k31core.rl.score_centering import CandidateMode, Weighting
@@ -205,9 +206,25 @@ def build_trainer(recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE) -> tu
     checkpoint = NativeCheckpoint(model_dir)
     checkpoint.check_names(expected_names(config), IGNORED_PREFIXES)
     report = checkpoint.load(base_slots(decoder))
-    adam = recipe.train.optimizer
-    optimizer = AdamW(trainable_slots(decoder), AdamSettings(adam.beta1, adam.beta2, adam.eps, adam.weight_decay))
+    optimizer = build_optimizer(recipe, trainable_slots(decoder))
     return Trainer(decoder, recipe, optimizer, run_pipelined if mesh.pp.size > 1 else None), report
+
+
+def build_optimizer(recipe: Recipe, slots: Sequence[Slot]) -> AdapterOptimizer:
+    """Plain AdamW, or with a share of the state on the host when the recipe says so (GPU only: the recipe checks)."""
+    adam = recipe.train.optimizer
+    settings = AdamSettings(adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
+    if adam.cpu_offload_fraction == 0:
+        return AdamW(slots, settings)
+    from k31core.train.hybrid import HybridAdamW  # imports megatron-core
+
+    return HybridAdamW(
+        slots,
+        settings,
+        offload_fraction=adam.cpu_offload_fraction,
+        overlap=adam.overlap_d2h_h2d,
+        precision_aware=adam.precision_aware,
+    )
 
 
 def adapter_config(recipe: Recipe) -> AdapterConfig:
