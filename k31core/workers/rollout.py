@@ -51,7 +51,7 @@ class RolloutWorker:
         codec = TextCodec.load(self._model_dir, trust_remote_code=recipe.model.trust_remote_code)
         train = PreparedSplit.open(self._data_dir / TRAIN_DIR)
         heldout = None if recipe.data.heldout is None else PreparedSplit.open(self._data_dir / HELDOUT_DIR)
-        engine = await build_engine(self._resolved, self._model_dir)
+        engine = await build_engine(self._resolved, self._model_dir, log_dir=self._run_dir / "logs")
         reward = recipe.reward
         pool = GraderPool(
             workers=reward.workers,
