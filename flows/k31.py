@@ -13,13 +13,13 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.logging import get_run_logger
 
 from tasks.artifacts import ProgressArtifact
-from tasks.cluster import WorkerLostError, connect
+from tasks.cluster import WorkerLostError, connect, release
 from tasks.evaluate import evaluate
 from tasks.finish_step import WatchdogStop, finish_step, restore_history
 from tasks.prepare import prepare, prepare_inputs
 from tasks.report import report
 from tasks.rollout import rollout
-from tasks.run_directory import Request, Run, begin_attempt, open_run
+from tasks.run_directory import NothingToResumeError, Request, Run, begin_attempt, open_run
 from tasks.save import save, save_if_idle
 from tasks.sinks import open_sinks
 from tasks.storage import STORAGE_NAME
@@ -46,7 +46,13 @@ def k31(
     request = Request(recipe, tuple(overrides or ()), save_dir, run_id, resume, num_rollout, skip_saving, requested_by)
     if stage == "prepare":
         return prepare_inputs(request)
-    with open_run(request) as run:
+    try:
+        run = open_run(request)
+    except NothingToResumeError as nothing:
+        return {"run": None, "why": str(nothing)}
+    except ValueError as error:  # a wrong recipe, a locked or foreign directory: trying again cannot help
+        return stopped(str(error))
+    with run:
         if stage == "eval":
             return evaluate_save(run)
         refusal = begin_attempt(run)
@@ -60,8 +66,11 @@ def k31(
         try:
             train_loop(run)
         except WatchdogStop as stop:
+            release(run)
             return stopped(str(stop))
-        return report(run)
+        summary = report(run)
+        release(run)
+        return summary
 
 
 def evaluate_save(run: Run) -> dict[str, Any]:
@@ -70,50 +79,49 @@ def evaluate_save(run: Run) -> dict[str, Any]:
     connect(run)
     step = run.position.trained
     sync(run, step)
-    return {"step": step, **evaluate(run, step, policy_version=step)}
+    metrics = evaluate(run, step, policy_version=step)
+    release(run)
+    return {"step": step, **metrics}
 
 
 def train_loop(run: Run) -> None:
-    """Every step that the trainer's memory does not hold yet; a lost worker is replaced and its steps are redone."""
+    """From where the trainer's memory stands to the last step; a lost worker is replaced and its steps are redone."""
     progress = ProgressArtifact(run)
-    publish_start(run)
-    while run.position.trained < run.last_step:
-        step = run.position.trained + 1
+    while True:
         try:
-            one_step(run, step)
+            close_step(run, run.position.trained)
+            progress.update(run.position.trained, run.last_step)
+            if run.position.trained >= run.last_step:
+                return
+            one_update(run, run.position.trained + 1)
         except WorkerLostError as lost:
-            recover(run, step, lost)
-        progress.update(run.position.trained, run.last_step)
+            recover(run, lost)
 
 
-def one_step(run: Run, step: int) -> None:
-    """Roll out with the current adapter, train on the result, publish the new adapter; now and then save, evaluate."""
-    run.begin_step(step)
+def one_update(run: Run, step: int) -> None:
+    """Roll out with the current adapter and train on the result."""
+    run.begin_step()
     drawn = rollout(run, step, policy_version=step - 1)
-    run.position.cursor = drawn["cursor"]
     train(run, step, drawn["directory"], run.position.incarnation)
+    run.position.advance(step, drawn["cursor"])
+
+
+def close_step(run: Run, step: int) -> None:
+    """Publish the adapter after `step`, save and evaluate when it is time, record the step. Safe to repeat."""
     sync(run, step)
     if run.saves_at(step):
         save(run, step)
     if run.evaluates_at(step):
         evaluate(run, step, policy_version=step)
-    finish_step(run, step)
+    if run.is_open(step):
+        finish_step(run, step)
 
 
-def publish_start(run: Run) -> None:
-    """Give the engine the adapter that the trainer holds; before the very first step, evaluate it."""
-    sync(run, run.position.trained)
-    if run.position.trained == 0 and run.evaluates_at(0):
-        evaluate(run, 0, policy_version=0)
-        finish_step(run, 0)
-
-
-def recover(run: Run, step: int, lost: WorkerLostError) -> None:
+def recover(run: Run, lost: WorkerLostError) -> None:
     """Replace what was lost and go back to the last save; committed rollouts are used again. Gives up in the end."""
-    get_run_logger().warning("step %d: %s", step, lost)
-    run.count_loss(step, lost)
+    get_run_logger().warning("after step %d: %s", run.position.trained, lost)
+    run.count_loss(lost)
     connect(run)
-    sync(run, run.position.trained)
 
 
 def stopped(reason: str) -> State:

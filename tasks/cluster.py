@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import uuid
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -11,12 +12,15 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from k31core.checkpoint.lock import holder
 from k31core.cluster import actors
 from k31core.cluster.actors import WorkerLostError, WorkerSpec
 from k31core.observe.ledger import Phase
 from tasks.run_directory import Position, Run
 
-__all__ = ["WorkerLostError", "connect", "connect_ray", "group_name", "worker_names"]
+__all__ = ["WorkerLostError", "connect", "connect_ray", "release"]
+
+GROUP_PREFIX = "k31:"
 
 ROLLOUT_WORKER = ("k31core.workers.rollout", "RolloutWorker")
 TRAIN_WORKER = ("k31core.workers.train", "TrainWorker")
@@ -33,8 +37,10 @@ def connect(run: Run) -> None:
     recipe = run.recipe
     trainer_specs, engine_spec = worker_specs(run)
     bundles = [_bundle(spec) for spec in [*trainer_specs, engine_spec]]
+    for left in release_leftovers(run):
+        get_run_logger().info("took down the workers of %s, which nobody works on", left)
     group = actors.ensure_placement_group(
-        group_name(run), bundles, spread=False, timeout_s=recipe.cluster.bringup_timeout_s
+        group_name(run.store.root), bundles, spread=False, timeout_s=recipe.cluster.bringup_timeout_s
     )
     trainers = _attach_or_begin_ranks(trainer_specs, group)
     pending = [*trainers, actors.attach_or_begin(engine_spec, group)]
@@ -57,14 +63,35 @@ def connect_ray(run: Run) -> None:
     run.cleanup.append(ray.shutdown)
 
 
-def group_name(run: Run) -> str:
-    """Name of the run's placement group."""
-    return f"k31/{run.store.run_id}"
+def group_name(root: Path) -> str:
+    """Name of the placement group of the run directory `root`."""
+    return f"{GROUP_PREFIX}{root}"
 
 
-def worker_names(run_id: str, world_size: int) -> list[str]:
-    """Names of a run's actors."""
-    return [f"{run_id}/trainer-{rank}" for rank in range(world_size)] + [f"{run_id}/engine"]
+def worker_names(root: Path, world_size: int) -> list[str]:
+    """Names of the actors of the run directory `root`."""
+    return [f"{root}:trainer-{rank}" for rank in range(world_size)] + [f"{root}:engine"]
+
+
+def release(run: Run) -> None:
+    """The run has ended: its actors and their place go. After a fault they stay, and the next attempt attaches."""
+    actors.tear_down(f"{run.store.root}:", group_name(run.store.root))
+    run.trainers, run.engine = [], None
+
+
+def release_leftovers(run: Run) -> list[str]:
+    """Take down the actors of other runs that nobody works on; returns their run directories.
+
+    A run that is continued later starts new actors and restores its last save.
+    """
+    left = []
+    for name in actors.group_names():
+        root = Path(name.removeprefix(GROUP_PREFIX))
+        if not name.startswith(GROUP_PREFIX) or root == run.store.root or holder(root / "lock") is not None:
+            continue
+        actors.tear_down(f"{root}:", name)
+        left.append(str(root))
+    return left
 
 
 def worker_specs(run: Run) -> tuple[list[WorkerSpec], WorkerSpec]:
@@ -77,7 +104,7 @@ def worker_specs(run: Run) -> tuple[list[WorkerSpec], WorkerSpec]:
     # one rendezvous file a bring-up: a stale one would make new ranks join a dead group
     init_method = f"file://{run.store.root}/.rendezvous-{uuid.uuid4().hex[:8]}" if world_size > 1 else ""
     fingerprint = hashlib.sha256(json.dumps([text, run_dir, model_dir]).encode()).hexdigest()
-    names = worker_names(run.store.run_id, world_size)
+    names = worker_names(run.store.root, world_size)
     shares_gpu = recipe.cluster.colocate and recipe.train.device == "cuda"
     trainers = [
         WorkerSpec(

@@ -35,8 +35,10 @@ def finish_step(run: Run, step: int) -> None:
     values = step_metrics(run, step)
     if run.step_began is not None:
         values[names.STEP_TIME] = time.monotonic() - run.step_began
-        phases = sum(values.get(name, 0.0) for name in PHASE_TIMES.values())
+        lines = [run.store.ledger.last(phase, step) for phase in PHASE_TIMES]
+        phases = sum(line["seconds"] for line in lines if line)
         values[names.ORCHESTRATION_TIME] = values[names.STEP_TIME] - phases
+        run.step_began = None
     run.store.metrics.record(step, values)
     for sink in run.sinks:
         sink.log(step, values)

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +17,6 @@ from k31core.cluster.actors import Worker, WorkerLostError, wait_for
 from k31core.cluster.home import Home, find_home
 from k31core.observe.jsonl import read_lines
 from k31core.observe.ledger import Attempt, Phase
-from k31core.recipe.errors import RecipeError
 from k31core.recipe.load import load_recipe, override_recipe, read_resolved, resolve
 from k31core.recipe.recipe import Recipe
 
@@ -56,7 +55,10 @@ class Position:
     """Data cursor after `trained` steps."""
     incarnation: str = ""
     """Changes whenever the trainer was restored or replaced."""
-    canary: list[int] = field(default_factory=list)
+
+    def advance(self, step: int, cursor: Any) -> None:
+        """The trainer's memory holds `step` now."""
+        self.trained, self.cursor = step, cursor
 
 
 class Run:
@@ -72,6 +74,7 @@ class Run:
         self.engine: Worker | None = None
         self.position = Position()
         self.step_began: float | None = None
+        """Monotonic time at which the step began that is not recorded yet; None between steps."""
         self._losses = 0
         self._loss_mark: list[int] = []
         self.flow_run_id = str(flow_run.get_id() or "local")
@@ -97,9 +100,16 @@ class Run:
         return f"k31 train --resume {self.store.run_id} --save-dir {self.store.root.parent}"
 
     def saves_at(self, step: int) -> bool:
-        """Whether the adapter is saved after `step`."""
+        """Whether the adapter is to be saved after `step` and has not been."""
         save = self.recipe.save
-        return not save.skip_saving and (step % save.interval == 0 or step == self.last_step)
+        due = step > self.position.saved and (step % save.interval == 0 or step == self.last_step)
+        return due and not save.skip_saving
+
+    def is_open(self, step: int) -> bool:
+        """Whether the metrics of `step` have still to be written: work was done in it since they last were."""
+        if step == 0 and not self.evaluates_at(0):
+            return False
+        return self.step_began is not None or all(row["step"] != step for row in self.store.metrics.history)
 
     def evaluates_at(self, step: int) -> bool:
         """Whether the held-out set is evaluated after `step`: before the first, after the last, and at the interval."""
@@ -108,11 +118,11 @@ class Run:
         interval = self.recipe.eval.interval
         return step in (0, self.last_step) or (interval > 0 and step % interval == 0)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self) -> None:
         """Start the step's clock."""
         self.step_began = time.monotonic()
 
-    def count_loss(self, step: int, lost: WorkerLostError) -> None:
+    def count_loss(self, lost: WorkerLostError) -> None:
         """Count lost workers without progress in between; raises `lost` when the recipe's limit is reached."""
         mark = self.store.ledger.mark()
         self._losses = self._losses + 1 if mark == self._loss_mark else 1
@@ -155,8 +165,13 @@ class Run:
     def _commit_what_is_whole(self) -> None:
         """Interrupted: save the trainer's step when it stands between two steps and has not been saved."""
         step = self.save_if_idle(self)
+        self.store.ledger.append(Phase.INTERRUPTED, self.position.trained, outputs={"saved": step})
         where = f"saved after step {step}" if step else f"last save: step {self.position.saved}"
         print(f"interrupted; {where}. Continue with: {self.resume_command}", file=sys.stderr)
+
+
+class NothingToResumeError(ValueError):
+    """Every run has ended: not a fault."""
 
 
 def open_run(request: Request) -> Run:
@@ -169,7 +184,7 @@ def open_run(request: Request) -> Run:
     if request.run_id is None and request.resume:
         run_id = newest_unfinished(save_dir)
         if run_id is None:
-            raise RecipeError(f"nothing to resume in {save_dir}: no run there is unfinished")
+            raise NothingToResumeError(f"nothing to resume in {save_dir}: no run there is unfinished")
     else:
         run_id = request.run_id or f"{request.recipe}-{str(flow_run.get_id() or 'local')[:8]}"
     root = save_dir / run_id
@@ -216,9 +231,10 @@ def resumed_recipe(root: Path, request: Request) -> Recipe:
 
 
 def newest_unfinished(save_dir: Path) -> str | None:
-    """The newest run that has not trained its last step (or not reported)."""
+    """The newest run that was neither finished nor ended by a person or the watchdog."""
     for run_id in reversed(run_ids(save_dir)):
         records, _ = read_lines(save_dir / run_id / "ledger.jsonl")
-        if not any(record["phase"] == Phase.REPORT for record in records):
+        ended = any(record["phase"] == Phase.REPORT for record in records)
+        if not ended and not (records and records[-1]["phase"] in (Phase.INTERRUPTED, Phase.WATCHDOG)):
             return run_id
     return None

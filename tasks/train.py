@@ -35,5 +35,4 @@ def train(run: Run, step: int, rollout_dir: str, incarnation: str) -> dict[str, 
             "hardware is not deterministic or save.optimizer is off, otherwise a fault",
             step, reply["adapter_digest"][:12], before["outputs"]["adapter_digest"][:12],
         )  # fmt: skip
-    run.position.trained = step
     return {"step": step, "metrics": reply["metrics"], "adapter_digest": reply["adapter_digest"]}

@@ -14,7 +14,13 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 NAMESPACE = "k31"
@@ -33,7 +39,7 @@ class WorkerSpec:
     """A worker class and how to start it."""
 
     name: str
-    """Unique in the namespace: `<run-id>/trainer-0`."""
+    """Unique in the namespace: `<run directory>:trainer-0`."""
     module: str
     class_name: str
     arguments: Mapping[str, Any]
@@ -230,10 +236,16 @@ def kill(name: str) -> bool:
     raise ClusterError(f"actor {name} does not go away after it was killed")
 
 
-def tear_down(names: Sequence[str], group_name: str) -> None:
-    """Kill a run's actors and remove its placement group."""
-    for name in names:
-        kill(name)
+def tear_down(name_prefix: str, group_name: str) -> None:
+    """Kill every actor whose name begins with `name_prefix` and remove the placement group."""
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(name_prefix):
+            kill(entry["name"])
     group = _existing_group(group_name)
     if group is not None:
         remove_placement_group(group)
+
+
+def group_names() -> list[str]:
+    """Names of the placement groups that exist (those being removed left out)."""
+    return [entry["name"] for entry in placement_group_table().values() if entry["state"] != "REMOVED"]

@@ -24,6 +24,9 @@ class Phase(StrEnum):
     SYNC = "sync"
     SAVE = "save"
     WATCHDOG = "watchdog"
+    """The numbers ended the run; only a person continues it."""
+    INTERRUPTED = "interrupted"
+    """A person ended the run (Ctrl-C, cancel); only a person continues it."""
     REPORT = "report"
 
 
