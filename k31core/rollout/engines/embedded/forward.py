@@ -26,7 +26,7 @@ QUERY_BLOCK = 16
 QUERY_CHUNK = 256
 """Prompt queries whose scores exist at a time."""
 DENSE_EXPERTS_BYTES = 64 << 20
-"""All layers' experts are kept decoded when they take no more than this; larger ones stay packed (see `experts`)."""
+"""64 MiB: a small model's experts are kept decoded and computed in one product, larger ones stay packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class Piece:
 class CachedDecoder:
     """A decoder with weights prepared for decoding. Holds no request state."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, *, dense_experts_bytes: int = DENSE_EXPERTS_BYTES) -> None:
+        """`dense_experts_bytes`: keep the experts decoded when those of all layers take no more than this."""
         self.model, self.config = model, model.config
         self.row_multiple = model.build.row_multiple
         self._conv_filters = {
@@ -66,7 +67,7 @@ class CachedDecoder:
         }
         self._kda_number = {index: number for number, index in enumerate(self._conv_filters)}
         moes = {index: layer.block_sparse_moe for index, layer in model.layers.items() if layer.block_sparse_moe}
-        small = sum(dense_bytes(moe.experts, model.build.dtype) for moe in moes.values()) <= DENSE_EXPERTS_BYTES
+        small = sum(dense_bytes(moe.experts, model.build.dtype) for moe in moes.values()) <= dense_experts_bytes
         self._batched_experts = {index: BatchedExperts(moe) for index, moe in moes.items()} if small else {}
         self._mla_number = {index: number for number, index in enumerate(self.config.mla_layers)}
 
