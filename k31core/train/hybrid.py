@@ -74,11 +74,12 @@ class HybridAdamW:
         """See `AdapterOptimizer`."""
         for group in self._inner.param_groups:
             group["lr"] = lr
+        # The hybrid optimizer reads `decoupled_grad` of factors whose master it made, and `.grad` of fp32 ones.
         for trained, gradient in zip(self._trained, gradients, strict=True):
-            trained.decoupled_grad = gradient
+            setattr(trained, _gradient_name(trained), gradient)
         self._inner.step()
         for slot, trained, copy in zip(self.slots, self._trained, self._copies, strict=True):
-            trained.decoupled_grad = None
+            setattr(trained, _gradient_name(trained), None)
             if copy is not None:
                 slot.tensor.copy_(copy)
 
@@ -108,6 +109,10 @@ class HybridAdamW:
             }
             owner[id(master)].state[master] = state
             self._states.append(state)
+
+
+def _gradient_name(trained: Tensor) -> str:
+    return "grad" if trained.dtype == torch.float32 else "decoupled_grad"
 
 
 def _fp32_copy(factor: Tensor) -> Tensor | None:
