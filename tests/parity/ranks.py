@@ -1,4 +1,5 @@
-"""Run a function on N gloo ranks: a server process imports megatron-core once and forks the ranks from there.
+"""Run a function on N ranks (gloo, or NCCL with a GPU each): a server process imports megatron-core once and forks the
+ranks from there.
 
 The server is clean (no threads of Ray or Prefect, no autograd threads of other tests), which a fork of the test process
 itself would not be.
@@ -23,8 +24,10 @@ class RankFailedError(AssertionError):
     """A rank raised, died or hung: carries its traceback."""
 
 
-def run_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: float = 150.0) -> list[Any]:
-    """`work(rank, world, *arguments)` in `world` processes with a gloo group; results in rank order.
+def run_ranks(
+    world: int, work: Callable[..., Any], *arguments: Any, timeout: float = 150.0, backend: str = "gloo"
+) -> list[Any]:
+    """`work(rank, world, *arguments)` in `world` processes with a process group; results in rank order.
 
     `work` must be importable by name. The first call starts the server, which imports for 12-30 s.
     """
@@ -35,7 +38,8 @@ def run_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: fl
     try:
         with tempfile.TemporaryDirectory() as scratch:
             ranks = [
-                server.Process(target=_rank, args=(rank, world, scratch, work, arguments)) for rank in range(world)
+                server.Process(target=_rank, args=(rank, world, scratch, backend, work, arguments))
+                for rank in range(world)
             ]
             for process in ranks:
                 process.start()
@@ -54,10 +58,12 @@ def run_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: fl
     return [value for _, value in results]
 
 
-def _rank(rank: int, world: int, scratch: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world: int, scratch: str, backend: str, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     kind, value = "returned", None
     try:
-        value = _in_group(rank, world, scratch, work, arguments)
+        value = _in_group(rank, world, scratch, backend, work, arguments)
     except BaseException:
         kind, value = "raised", traceback.format_exc()
     partial = Path(scratch) / f"{rank}.partial"
@@ -66,14 +72,18 @@ def _rank(rank: int, world: int, scratch: str, work: Callable[..., Any], argumen
     os._exit(0)  # gloo's threads need no orderly end
 
 
-def _in_group(rank: int, world: int, scratch: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _in_group(
+    rank: int, world: int, scratch: str, backend: str, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     import torch
 
     from k31core.parallel.cpu_device import cpu_device
     from k31core.parallel.groups import init_process_group
 
     torch.set_num_threads(1)
-    init_process_group("gloo", f"file://{scratch}/store", rank, world, timeout_minutes=2)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    init_process_group(backend, f"file://{scratch}/store", rank, world, timeout_minutes=2)
     with cpu_device():
         return work(rank, world, *arguments)
 

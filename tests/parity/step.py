@@ -45,6 +45,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     tie_gate_up: bool = False
     replay: bool = True
+    cuda: bool = False
+    """One GPU a rank."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def take_step(rank: int, world: int, case: Case, layout: ParallelRecipe) -> Outc
     config = load_config(case.model)
     stages = stage_layers(config.num_hidden_layers, layout.pp, layout.first_stage_layers, layout.last_stage_layers)
     lora = LoraSpec(RANK, ALPHA, tie_gate_up=case.tie_gate_up)
-    build = Build(mesh=mesh, dtype=case.dtype, lora=lora, recompute=case.recompute)
+    device = torch.device("cuda", rank) if case.cuda else torch.device("cpu")
+    build = Build(mesh=mesh, dtype=case.dtype, device=device, lora=lora, recompute=case.recompute)
     decoder = Decoder(config, build, stages[mesh.pp.rank])
     NativeCheckpoint(case.model).load(base_slots(decoder), progress=False)
     load_adapter(case.adapter, adapter_slots(decoder), partial=layout.pp > 1)
@@ -87,10 +90,15 @@ def take_step(rank: int, world: int, case: Case, layout: ParallelRecipe) -> Outc
         schedule=run_pipelined if mesh.pp.size > 1 else run_in_order,
     )
     parts = [
-        (slot.name, slot.shard, gradient.numpy(), slot.tensor.detach().numpy())
+        (slot.name, slot.shard, _array(gradient), _array(slot.tensor))
         for slot, gradient in zip(optimizer.slots, optimizer.seen, strict=True)
     ]
     return Outcome(result.metrics, parts)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    plain = tensor.detach().cpu()
+    return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
 
 
 def limits_of(config: Any, *, replay: bool = True) -> SampleLimits:
