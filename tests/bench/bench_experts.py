@@ -202,11 +202,11 @@ def main() -> None:
         print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}), flush=True)
     if arguments.sweep:
         for kind, number, tiles in (
-            ("even", 32768, TileSet(64, 64)),
-            ("random", 32768, TileSet(80, 112)),
-            ("random", 8192, TileSet(64, 64)),
-            ("random", 8192, TileSet(112, 152)),
-            ("random", 1024, TileSet(80, 112)),
+            ("even", 32768, TileSet(64, 64, 2)),
+            ("random", 32768, TileSet(80, 112, 2)),
+            ("random", 8192, TileSet(64, 64, 2)),
+            ("random", 8192, TileSet(112, 152, 2)),
+            ("random", 1024, TileSet(80, 112, 2)),
         ):
             rows.append(bench_shape(weights, lora, kind, number, tiles))
             print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}), flush=True)

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import torch
 
-THREADS = 384
-"""One producer and two consumer warpgroups."""
-
 ARCHITECTURE = "sm_90a"
 _ENTRIES = ("experts_gate", "experts_down", "experts_down_backward", "experts_gate_backward")
 _SMEM_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -28,30 +25,43 @@ class KernelBuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TileSet:
-    """Rows of x that a tile may have; both are multiples of 8."""
+    """The shape of one kernel's tiles."""
 
     small: int
+    """Rows of x, a multiple of 8: the width used when an expert's share fits in it."""
     large: int
+    """The width used otherwise; an expert with more rows gets several tiles."""
+    groups: int
+    """Consumer warpgroups (2 or 4), 128 rows of W each: four hide the decoder's latency where rows are few."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and one producer warpgroup."""
+        return 128 * (1 + self.groups)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: seven stages and the slack that aligns them."""
         x_bytes = -(-self.large // 32) * 32 * 128
-        return 7 * (x_bytes + 256 * 32 + 2 * 256 * 4) + 1024
+        return 7 * (x_bytes + self.groups * 128 * (32 + 2 * 4)) + 1024
 
 
-TILE_SETS = (TileSet(64, 64), TileSet(80, 112), TileSet(112, 152))
+TILE_SETS = (TileSet(16, 32, 4), TileSet(64, 64, 2), TileSet(80, 112, 2), TileSet(112, 152, 2))
 
 
 def choose_tiles(rows: int, experts: int) -> TileSet:
     """The tile set for a mean number of rows per expert; counts stay on the device, so only the mean is known here."""
     mean = rows / experts
-    return TILE_SETS[0] if mean <= 48 else TILE_SETS[1] if mean <= 92 else TILE_SETS[2]
+    for tiles, most in zip(TILE_SETS, (24, 48, 92), strict=False):
+        if mean <= most:
+            return tiles
+    return TILE_SETS[-1]
 
 
 def kernel_source(tiles: TileSet) -> str:
     """The CUDA source of one tile set: the generated tensor-core wrappers and `kernel_grouped.cu`."""
-    head = [f"constexpr int N_SMALL = {tiles.small}, N_LARGE = {tiles.large};", "template <int N> struct WGMMA;"]
+    sizes = f"constexpr int N_SMALL = {tiles.small}, N_LARGE = {tiles.large}, GROUPS = {tiles.groups};"
+    head = [sizes, "template <int N> struct WGMMA;"]
     head += [_wgmma_wrapper(n) for n in sorted({tiles.small, tiles.large})]
     return "\n".join(head) + "\n" + Path(__file__).with_name("kernel_grouped.cu").read_text()
 
@@ -96,7 +106,7 @@ def cached_cubin(tiles: TileSet) -> bytes:
     source = kernel_source(tiles)
     key = hashlib.sha256(f"{ARCHITECTURE} {source}".encode()).hexdigest()[:24]
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k31" / "kernels"
-    path = root / f"experts-{tiles.small}-{tiles.large}-{key}.cubin"
+    path = root / f"experts-{tiles.small}-{tiles.large}-{tiles.groups}-{key}.cubin"
     if path.exists():
         return path.read_bytes()
     cubin = compile_cubin(source)

@@ -1,7 +1,7 @@
 // Grouped MXFP4 expert products for Hopper (sm_90a): out^T = W_e x_e^T with W decoded in registers.
 //
-// A block is one producer warpgroup and two consumer warpgroups, persistent over tiles (expert, 256 rows of W, up to 160
-// rows of x). The producer copies packed codes and x tiles with the bulk tensor engine and turns E8M0 bytes into bfloat16
+// A block is one producer warpgroup and two or four consumer warpgroups, persistent over tiles (expert, 128 rows of W a
+// consumer, up to 152 rows of x). The producer copies packed codes and x tiles with the bulk tensor engine and turns E8M0 bytes into bfloat16
 // factors; a consumer reads codes from shared memory, decodes them straight into the A operand of wgmma (registers) and
 // multiplies with x as the B operand (shared memory, 128-byte swizzle). Which row of W stands in which row of the A
 // operand is free, so each thread owns neighbouring output features and stores them without a transpose.
@@ -13,7 +13,7 @@
 //   3 gate backward  K = 2 ffn   A = w1 transposed, then w3 transposed    out dx
 // With LoRA one more step multiplies the bfloat16 factor (`lora0`, `lora1`) with the rows' projections (`map_u`).
 //
-// Generated before this file: N_SMALL and N_LARGE, the rows of x a tile may have, and WGMMA<N> for both (m64nNk16, f32 +=
+// Generated before this file: GROUPS consumer warpgroups, N_SMALL and N_LARGE, the rows of x a tile may have, and WGMMA<N> for both (m64nNk16, f32 +=
 // bf16 in registers x bf16 in shared memory). With three widths in one kernel the assembler runs out of registers and
 // serialises every product, hence two widths a kernel and one kernel a range of rows per expert.
 
@@ -24,8 +24,14 @@ typedef unsigned char u8;
 
 constexpr int BOX_ROWS = 32;
 constexpr int X_BYTES = (N_LARGE + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS * 128;
-constexpr int W_BYTES = 256 * 32;
-constexpr int FACTOR_BYTES = 2 * 256 * 4;
+constexpr int M_BLOCK = GROUPS * 128;  // rows of W a tile takes, from two matrices in mode 0
+constexpr int W_BYTES = M_BLOCK * 32;
+constexpr int W_BOX_BYTES = 128 * 32;  // of one bulk copy; transposed weights take 64 x 128
+constexpr int FACTOR_BYTES = 2 * M_BLOCK * 4;
+constexpr int THREADS = 128 * (1 + GROUPS);
+// Registers move from the producer to the consumers; the sum over the block is what it was launched with.
+constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 24 : 32;
+constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 240 : 112;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES + FACTOR_BYTES;
 constexpr int STAGES = 7;
 constexpr int MAX_EXPERTS = 256;
@@ -71,6 +77,7 @@ __device__ __forceinline__ void copy_tile(u32 dst, const TensorMap* map, int c0,
         "l"((u64)map), "r"(c0), "r"(c1), "r"(bar)
         : "memory");
 }
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
@@ -216,7 +223,10 @@ template <int MODE>
 __device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const TensorMap* map_w1, const TensorMap* map_u,
                         const Params& p, Tiles tiles, u32 smem, u32 full, u32 empty) {
     constexpr bool TRANSPOSED = MODE >= 2;
+    constexpr int GROUP_ROWS = MODE == 0 ? 64 : 128;  // rows of one matrix that a consumer warpgroup takes
+    constexpr int PREFETCH = 6;                       // steps that scale bytes are fetched to the cache ahead
     const int tid = threadIdx.x;
+    const long long to_second = MODE == 3 ? p.scale1 - p.scale0 : 0;
     const int m_rows = MODE == 0 ? p.ffn : p.latent;                        // rows of one expert's packed weight
     const int k_iters = (MODE == 0 || MODE == 2 ? p.latent : MODE == 1 ? p.ffn : 2 * p.ffn) / 64;
     const int w_rows = MODE == 0 || MODE == 3 ? p.ffn : p.latent;           // rows an expert takes in the weight's map
@@ -224,21 +234,20 @@ __device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const T
     u32 it = 0;
     for (; tiles.locate(); tiles.next()) {
         const int boxes = (tiles.valid + BOX_ROWS - 1) / BOX_ROWS;
-        const u8 *scale_a, *scale_b;
-        uint4 bytes_a, bytes_b;  // the next 512 inputs' scale bytes of two rows
-        u32 bytes = 0;
+        const u8* scale;
+        uint4 bytes[GROUPS];    // forward: the next 512 inputs' scale bytes of one row a group
+        u32 words[GROUPS / 2];  // transposed: the next input's scale bytes of four features a word
         if (!TRANSPOSED) {
             const int warp = tid / 32, g = (tid % 32) / 4, i = tid % 4;
-            const int row = MODE == 0 ? tiles.m * 128 + warp * 16 + g * 2 + (i & 1) : tiles.m * 256 + tid;
-            const u8* scale = MODE == 0 && i >= 2 ? p.scale1 : p.scale0;
-            scale_a = scale + ((long long)tiles.expert * m_rows + row) * pitch;
-            scale_b = scale_a + (MODE == 0 ? 64 : 128) * pitch;
-            bytes_a = *(const uint4*)scale_a;
-            bytes_b = *(const uint4*)scale_b;
+            const int row = MODE == 0 ? tiles.m * (M_BLOCK / 2) + warp * 16 + g * 2 + (i & 1) : tiles.m * M_BLOCK + tid;
+            scale = (MODE == 0 && i >= 2 ? p.scale1 : p.scale0) + ((long long)tiles.expert * m_rows + row) * pitch;
+#pragma unroll
+            for (int b = 0; b < GROUPS; ++b) bytes[b] = *(const uint4*)(scale + b * GROUP_ROWS * pitch);
         } else {
-            scale_a = p.scale0 + ((long long)tiles.expert * w_rows + tid / 2) * pitch + tiles.m * 8 + (tid & 1) * 4;
-            scale_b = MODE == 3 ? p.scale1 + (scale_a - p.scale0) : scale_a;
-            bytes = *(const u32*)scale_a;
+            scale = p.scale0 + ((long long)tiles.expert * w_rows + tid / 2) * pitch + tiles.m * (M_BLOCK / 32) + (tid & 1) * 2 * GROUPS;
+            for (int k = 1; k < PREFETCH; ++k) prefetch(scale + k * 64 * pitch);
+#pragma unroll
+            for (int b = 0; b < GROUPS / 2; ++b) words[b] = *(const u32*)(scale + b * 4);
         }
         for (int k = 0; k < k_iters + (p.lora0 != nullptr); ++k, ++it) {
             const u32 stage = it % STAGES, parity = (it / STAGES) & 1;
@@ -253,40 +262,55 @@ __device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const T
                 const u32 w = base + X_BYTES;
                 if (lora) {
                 } else if (MODE == 0) {
-                    copy_tile(w, map_w0, k * 32, tiles.expert * w_rows + tiles.m * 128, bar);
-                    copy_tile(w + W_BYTES / 2, map_w1, k * 32, tiles.expert * w_rows + tiles.m * 128, bar);
+                    const int row = tiles.expert * w_rows + tiles.m * (M_BLOCK / 2);
+#pragma unroll
+                    for (int b = 0; b < GROUPS / 2; ++b) {
+                        copy_tile(w + b * W_BOX_BYTES, map_w0, k * 32, row + b * 128, bar);
+                        copy_tile(w + W_BYTES / 2 + b * W_BOX_BYTES, map_w1, k * 32, row + b * 128, bar);
+                    }
                 } else if (MODE == 1) {
-                    copy_tile(w, map_w0, k * 32, tiles.expert * w_rows + tiles.m * 256, bar);
-                    copy_tile(w + W_BYTES / 2, map_w0, k * 32, tiles.expert * w_rows + tiles.m * 256 + 128, bar);
+                    const int row = tiles.expert * w_rows + tiles.m * M_BLOCK;
+#pragma unroll
+                    for (int b = 0; b < GROUPS; ++b) copy_tile(w + b * W_BOX_BYTES, map_w0, k * 32, row + b * 128, bar);
                 } else {
                     const bool second = MODE == 3 && k >= k_iters / 2;
                     const int row = tiles.expert * w_rows + (second ? k - k_iters / 2 : k) * 64;
-                    copy_tile(w, second ? map_w1 : map_w0, tiles.m * 128, row, bar);
+#pragma unroll
+                    for (int b = 0; b < GROUPS / 2; ++b)
+                        copy_tile(w + b * 2 * W_BOX_BYTES, second ? map_w1 : map_w0, tiles.m * (M_BLOCK / 2) + b * 128, row, bar);
                 }
             }
             if (k < k_iters) {
                 const u32 factors = base + X_BYTES + W_BYTES;
                 if (!TRANSPOSED) {
-                    store_shared_4(factors + tid * 4, forward_factor(bytes_a.x & 255));
-                    store_shared_4(factors + 1024 + tid * 4, forward_factor((bytes_a.x >> 8) & 255));
-                    store_shared_4(factors + 512 + tid * 4, forward_factor(bytes_b.x & 255));
-                    store_shared_4(factors + 1536 + tid * 4, forward_factor((bytes_b.x >> 8) & 255));
-                    bytes_a = shift_right_16(bytes_a);
-                    bytes_b = shift_right_16(bytes_b);
-                    if (k % 8 == 7 && k + 1 < k_iters) {
-                        bytes_a = *(const uint4*)(scale_a + (k + 1) * 2);
-                        bytes_b = *(const uint4*)(scale_b + (k + 1) * 2);
+#pragma unroll
+                    for (int b = 0; b < GROUPS; ++b) {
+                        store_shared_4(factors + (b * 128 + tid) * 4, forward_factor(bytes[b].x & 255));
+                        store_shared_4(factors + (M_BLOCK + b * 128 + tid) * 4, forward_factor((bytes[b].x >> 8) & 255));
+                        bytes[b] = shift_right_16(bytes[b]);
                     }
+                    if (k % 8 == 2 && k + 8 < k_iters)
+#pragma unroll
+                        for (int b = 0; b < GROUPS; ++b) prefetch(scale + b * GROUP_ROWS * pitch + (k + 6) * 2);
+                    if (k % 8 == 7 && k + 1 < k_iters)
+#pragma unroll
+                        for (int b = 0; b < GROUPS; ++b) bytes[b] = *(const uint4*)(scale + b * GROUP_ROWS * pitch + (k + 1) * 2);
                 } else {
                     const int f = tid / 2;  // input row of this step: 16 s + 8 h + 2 t + j
                     const int slot = ((f >> 1) & 3) * 16 + (f >> 3) * 2 + (f & 1);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        store_shared_2(factors + (((tid & 1) * 4 + i) * 64 + slot) * 2, plain_factor((bytes >> (8 * i)) & 255));
+                    for (int i = 0; i < 2 * GROUPS; ++i)
+                        store_shared_2(factors + (((tid & 1) * 2 * GROUPS + i) * 64 + slot) * 2, plain_factor((words[i / 4] >> (8 * (i % 4))) & 255));
+                    const int half = k_iters / 2;
+                    if (k + PREFETCH < k_iters) {
+                        const bool second = MODE == 3 && k + PREFETCH >= half;
+                        prefetch(scale + (second ? to_second : 0) + (long long)(second ? k + PREFETCH - half : k + PREFETCH) * 64 * pitch);
+                    }
                     if (k + 1 < k_iters) {
-                        const bool second = MODE == 3 && k + 1 >= k_iters / 2;
-                        const int row = (second ? k + 1 - k_iters / 2 : k + 1) * 64;
-                        bytes = *(const u32*)((second ? scale_b : scale_a) + (long long)row * pitch);
+                        const bool second = MODE == 3 && k + 1 >= half;
+                        const u8* source = scale + (second ? to_second : 0) + (long long)(second ? k + 1 - half : k + 1) * 64 * pitch;
+#pragma unroll
+                        for (int b = 0; b < GROUPS / 2; ++b) words[b] = *(const u32*)(source + b * 4);
                     }
                 }
             }
@@ -306,7 +330,7 @@ __device__ __forceinline__ u32 decode_byte(u32 word, u32 pick) {
 // A operands of 32 inputs, a[block][step][register]; `codes` addresses this thread's first row of block 0.
 template <int MODE>
 __device__ __forceinline__ void decode_forward(u32 (&a)[2][2][4], u32 w, const u32 (&rows)[4], u32 factor_address, int half, u32 pick) {
-    const uint4 factor = load_shared_16(factor_address + half * 1024);
+    const uint4 factor = load_shared_16(factor_address + half * (M_BLOCK * 4));
     const u32 f[4] = {factor.x, factor.y, factor.z, factor.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -435,7 +459,8 @@ __device__ __forceinline__ void consume_tile(const Params& p, const Tiles& tiles
     const int group = threadIdx.x / 128 - 1, warp = (threadIdx.x / 32) % 4;
     const int k_iters = (MODE == 0 || MODE == 2 ? p.latent : MODE == 1 ? p.ffn : 2 * p.ffn) / 64;
     // First output feature of this thread; it owns two (mode 0) or four neighbours.
-    const int feature = MODE == 0 ? tiles.m * 128 + group * 64 + warp * 16 + g * 2 : tiles.m * 256 + group * 128 + warp * 32 + g * 4;
+    const int feature = MODE == 0 ? tiles.m * (M_BLOCK / 2) + group * 64 + warp * 16 + g * 2
+                                  : tiles.m * M_BLOCK + group * 128 + warp * 32 + g * 4;
     float acc[2][N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
@@ -444,15 +469,15 @@ __device__ __forceinline__ void consume_tile(const Params& p, const Tiles& tiles
     if (!TRANSPOSED) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // 32-byte rows, their two 16-byte halves swapped where bit 2 of the row is set
-            const u32 row = MODE == 0 ? (i / 2) * 128 + group * 64 + warp * 16 + g * 2 + i % 2 : group * 128 + warp * 32 + g * 4 + i;
+            const u32 row = MODE == 0 ? (i / 2) * (M_BLOCK / 2) + group * 64 + warp * 16 + g * 2 + i % 2 : group * 128 + warp * 32 + g * 4 + i;
             rows[i] = row * 32 + ((row >> 2) & 1) * 16;
         }
         factor = (group * 128 + warp * 32 + g * 4) * 4;
     } else {
-        const u32 chunk = group * 4 + warp;
-        even = (2 * t) * 128 + ((chunk ^ (2 * t)) << 4) + 2 * g;
-        odd = (2 * t + 1) * 128 + ((chunk ^ (2 * t + 1)) << 4) + 2 * g;
-        factor = chunk * 128 + t * 32;
+        const u32 chunk = (group % 2) * 4 + warp, box = (group / 2) * 2 * W_BOX_BYTES;
+        even = box + (2 * t) * 128 + ((chunk ^ (2 * t)) << 4) + 2 * g;
+        odd = box + (2 * t + 1) * 128 + ((chunk ^ (2 * t + 1)) << 4) + 2 * g;
+        factor = (group * 4 + warp) * 128 + t * 32;
     }
     const u32 pick = 0x4440u | t;
     u32 previous = 0;
@@ -497,18 +522,18 @@ __device__ __forceinline__ void grouped(const TensorMap* map_x, const TensorMap*
     if (threadIdx.x == 64) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + s * 8, 129);  // the producer's threads and the byte count
-            barrier_init(empty + s * 8, 8);   // one arrival a consumer warp
+            barrier_init(empty + s * 8, 4 * GROUPS);  // one arrival a consumer warp
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const int m_tiles = MODE == 0 ? p.ffn / 128 : MODE == 2 ? p.ffn / 256 : p.latent / 256;
+    const int m_tiles = (MODE == 0 ? 2 * p.ffn : MODE == 2 ? p.ffn : p.latent) / M_BLOCK;
     Tiles tiles(row_start, tile_start, m_tiles, p);
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         produce<MODE>(map_x, map_w0, map_w1, map_u, p, tiles, smem, full, empty);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         u32 it = 0;
         for (; tiles.locate(); tiles.next()) {
             if (N_SMALL < N_LARGE && tiles.valid <= N_SMALL) consume_tile<MODE, N_SMALL>(p, tiles, it, smem, full, empty);
@@ -518,7 +543,7 @@ __device__ __forceinline__ void grouped(const TensorMap* map_x, const TensorMap*
 }
 
 #define ENTRY(NAME, MODE)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(384, 1)                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                   \
         NAME(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w0,                            \
              const __grid_constant__ TensorMap map_w1, const __grid_constant__ TensorMap map_u, const __grid_constant__ Params p) { \
         grouped<MODE>(&map_x, &map_w0, &map_w1, &map_u, p);                                                                \

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from k31core.ops.experts.kernel_build import THREADS, TileSet, check_driver, choose_tiles, driver, kernel_function
+from k31core.ops.experts.kernel_build import TileSet, check_driver, choose_tiles, driver, kernel_function
 from k31core.ops.experts.weights import PackedExperts
 
 LORA_COLUMNS = 32
@@ -136,7 +136,7 @@ def _launch(
     blocks = _multiprocessors(device)
     shared = g.tiles.shared_bytes
     status = driver().cuLaunchKernel(
-        function, blocks, 1, 1, THREADS, 1, 1, shared, ctypes.c_void_p(stream), pointers, None
+        function, blocks, 1, 1, g.tiles.threads, 1, 1, shared, ctypes.c_void_p(stream), pointers, None
     )
     check_driver(status)
 
