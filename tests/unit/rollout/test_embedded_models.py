@@ -90,7 +90,7 @@ def test_agrees_with_the_trainer_and_with_itself_alone(checkpoints, name, packed
 
 
 def test_long_prompt_has_the_same_bits_however_it_is_cut(checkpoints):
-    """700 tokens: several query chunks, many cache blocks, prefill in pieces of 64, 128 and all at once, with company."""
+    """700 tokens: several query chunks, many cache blocks; prefill in pieces of 64, 128 and at once, with company."""
     decoder = decoder_of(checkpoints["k31"])
     long, *company = requests([700, 20, 90], new=3)
     whole = run(EngineCore(CachedDecoder(decoder), Limits(4, 2048, 4096)), [long])["r0"]
