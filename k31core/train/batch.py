@@ -123,8 +123,8 @@ def pack(samples: Sequence[TrainSample], limits: SampleLimits, *, token_multiple
         rows=_column(rows, np.int64),
         labels=_column([s.response for s in samples], np.int64),
         sampler_logprobs=_column([s.logprobs for s in samples], np.float32),
-        candidate_ids=_column([s.top_ids for s in samples], np.int64, wide),
-        candidate_logprobs=_column([s.top_logprobs for s in samples], np.float32, wide),
+        candidate_ids=_column([_widened(s.top_ids, wide, -1) for s in samples], np.int64, wide),
+        candidate_logprobs=_column([_widened(s.top_logprobs, wide, -np.inf) for s in samples], np.float32, wide),
         advantages=_column([np.full(len(s.response), s.advantage) for s in samples], np.float32),
         mask=_column([np.full(len(s.response), not s.masked) for s in samples], np.bool_),
         origin=TokenOrigin(tuple(s.sample_id for s in samples), _column(which, np.int64), _column(position, np.int64)),
@@ -158,6 +158,11 @@ def _routing(samples: Sequence[TrainSample], bounds: np.ndarray, limits: SampleL
         assert sample.routing is not None
         rows[begin : begin + sample.tokens - 1] = sample.routing
     return torch.from_numpy(rows)
+
+
+def _widened(values: np.ndarray, width: int, fill: float) -> np.ndarray:
+    """`[R, K']` with columns of `fill` up to `width` (filtered sampling records as many words as could be drawn)."""
+    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
 
 
 def _column(parts: Sequence[np.ndarray], dtype: type, width: int | None = None) -> Tensor:

@@ -57,13 +57,15 @@ class SampleLimits:
     max_tokens: int
     """Of one packed microbatch over all CP ranks."""
     candidates: int
-    """K that every sample must have."""
+    """K that every sample must have; with `whole_support`, the most it may have."""
     moe_layers: tuple[int, ...]
     """0-based layers with routed experts."""
     num_layers: int
     num_experts: int
     experts_per_token: int
     replay_routing: bool
+    whole_support: bool = False
+    """Filtered sampling: a sample records everything that could be drawn, however few words that is."""
 
 
 def check_sample(sample: TrainSample, limits: SampleLimits) -> None:
@@ -77,10 +79,12 @@ def check_sample(sample: TrainSample, limits: SampleLimits) -> None:
             f"{who}: {sample.tokens} tokens do not fit a microbatch of {limits.max_tokens}: "
             "raise train.max_tokens_per_gpu or lower rollout.max_response_tokens"
         )
+    recorded = sample.top_ids.shape[-1] if sample.top_ids.ndim else 0
+    wide = min(recorded, limits.candidates) if limits.whole_support else limits.candidates
     shapes = {
         "logprobs": (sample.logprobs.shape, (response,)),
-        "top_ids": (sample.top_ids.shape, (response, limits.candidates)),
-        "top_logprobs": (sample.top_logprobs.shape, (response, limits.candidates)),
+        "top_ids": (sample.top_ids.shape, (response, wide)),
+        "top_logprobs": (sample.top_logprobs.shape, (response, wide)),
     }
     for name, (seen, expected) in shapes.items():
         if seen != expected:

@@ -256,6 +256,7 @@ def sample_limits(decoder: Decoder, recipe: Recipe) -> SampleLimits:
         num_experts=config.num_experts,
         experts_per_token=config.num_experts_per_token,
         replay_routing=recipe.rollout.routing_replay,
+        whole_support=CandidateMode(recipe.candidate_mode) is CandidateMode.SUPPORT,
     )
 
 

@@ -149,6 +149,21 @@ def test_too_long_and_repeated_samples_are_refused():
         make_microbatches(twice, LIMITS, tokens_per_gpu=64)
 
 
+def test_filtered_sampling_may_record_fewer_candidates_and_is_widened():
+    sample = random_sample("x", 0, LIMITS)
+    narrow = dataclasses.replace(sample, top_ids=sample.top_ids[:, :3], top_logprobs=sample.top_logprobs[:, :3])
+    with pytest.raises(SampleError, match=r"expected \[\d+, 5\]"):
+        check_sample(narrow, LIMITS)
+    support = limits(whole_support=True)
+    check_sample(narrow, support)
+    batch = pack([narrow], support)
+    assert (batch.candidate_ids[:, 3:] == -1).all()
+    assert (batch.candidate_logprobs[:, 3:] == -torch.inf).all()
+    assert np.array_equal(batch.candidate_ids[:, :3], narrow.top_ids)
+    with pytest.raises(SampleError, match=r"top_ids has shape"):
+        check_sample(sample, limits(whole_support=True, candidates=4))
+
+
 def test_unused_candidates_may_repeat():
     sample = random_sample("x", 0, LIMITS)
     ids, logq = sample.top_ids.copy(), sample.top_logprobs.copy()
