@@ -15,12 +15,14 @@ from prefect.logging import get_run_logger
 from k31core.checkpoint.lock import holder
 from k31core.cluster import actors
 from k31core.cluster.actors import WorkerLostError, WorkerSpec
+from k31core.observe.jsonl import write_atomic
 from k31core.observe.ledger import Phase
 from tasks.run_directory import Position, Run
 
 __all__ = ["WorkerLostError", "connect", "connect_ray", "release"]
 
 GROUP_PREFIX = "k31:"
+WORKERS_FILE = "workers.json"
 
 ROLLOUT_WORKER = ("k31core.workers.rollout", "RolloutWorker")
 TRAIN_WORKER = ("k31core.workers.train", "TrainWorker")
@@ -47,6 +49,7 @@ def connect(run: Run) -> None:
     workers = [actors.finish(item, timeout_s=recipe.cluster.bringup_timeout_s) for item in pending]
     run.trainers, run.engine = workers[:-1], workers[-1]
     _replace_busy_engine(run, group)
+    _write_worker_pids(run)
     _start_new(run)
     run.position = _position(run)
 
@@ -184,6 +187,14 @@ def _replace_busy_engine(run: Run, group: Any) -> None:
     actors.kill(run.engine.spec.name)
     pending = actors.attach_or_begin(run.engine.spec, group)
     run.engine = actors.finish(pending, timeout_s=run.recipe.cluster.bringup_timeout_s)
+
+
+def _write_worker_pids(run: Run) -> None:
+    """Where the workers live, for `k31 status` and for people with a debugger; never read to decide anything."""
+    assert run.engine is not None
+    record = {f"trainer-{rank}": worker.pid for rank, worker in enumerate(run.trainers)}
+    record |= {"engine": run.engine.pid, "flow": os.getpid()}
+    write_atomic(run.store.root / WORKERS_FILE, json.dumps(record).encode())
 
 
 def _start_new(run: Run) -> None:
