@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,18 @@ def prepare_dataset(recipe: dict[str, Any], model_dir: str, data_dir: str) -> di
     Raises DataError for data that cannot be used.
     """
     log = get_run_logger()
-    result = prepare_recipe_data(Recipe.model_validate(recipe), Path(model_dir), Path(data_dir))
+    result = prepare_recipe_data(Recipe.model_validate(recipe), Path(model_dir), Path(data_dir), log.info)
     for name, split in result["splits"].items():
         log.info("%s: %s", name, describe_split(split))
     return result
 
 
-def prepare_recipe_data(recipe: Recipe, model_dir: Path, data_dir: Path) -> dict[str, Any]:
-    """What the task does, for callers without Prefect."""
+def prepare_recipe_data(recipe: Recipe, model_dir: Path, data_dir: Path, log: Callable[[str], Any]) -> dict[str, Any]:
+    """What the task does, for callers without Prefect; `log` is told how a download goes on."""
     wanted = {"train": recipe.data.train}
     if recipe.data.heldout is not None:
         wanted["heldout"] = recipe.data.heldout
-    sources = {name: _source(dataset, recipe.model.tiny, data_dir) for name, dataset in wanted.items()}
+    sources = {name: _source(dataset, recipe.model.tiny, data_dir, log) for name, dataset in wanted.items()}
     settings = {name: _settings(recipe, dataset) for name, dataset in wanted.items()}
     digests = [content_digest(sources[name], model_dir, settings[name]) for name in wanted]
     directory = data_dir / f"prepared-{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:16]}"
@@ -89,14 +90,14 @@ def _settings(recipe: Recipe, dataset: DatasetRecipe) -> PrepareSettings:
     )
 
 
-def _source(dataset: DatasetRecipe, tiny: TinyCheckpoint | None, data_dir: Path) -> Path:
+def _source(dataset: DatasetRecipe, tiny: TinyCheckpoint | None, data_dir: Path, log: Callable[[str], Any]) -> Path:
     """The file or folder that the raw rows are in."""
     if dataset.source == "file":
         return data_dir / str(dataset.path)
     if dataset.source == "hub":
         from tasks.download import download_dataset_files
 
-        return download_dataset_files(str(dataset.repo), dataset.revision, data_dir / dataset.name)
+        return download_dataset_files(str(dataset.repo), dataset.revision, data_dir / dataset.name, log)
     if tiny is None:
         raise DataError(
             f"data set {dataset.name!r}: source 'arithmetic' takes its operands from model.tiny, and this recipe has "

@@ -1,6 +1,7 @@
 """Stage prepare, downloads: checkpoints and data sets from the Hub, each byte checked, as JSON manifests."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ def fetch_model(model: ModelRecipe, models_dir: Path, notify: Notify | None = No
     return manifest_of(done)
 
 
-def download_dataset_files(repo_id: str, revision: str | None, directory: Path) -> Path:
-    """The folder with a Hub data set's files. Called inside a task (`tasks.dataset`)."""
-    done = download_repo(Repo(repo_id, "dataset", revision), directory, notify=log_progress(get_run_logger().info))
+def download_dataset_files(repo_id: str, revision: str | None, directory: Path, log: Callable[[str], Any]) -> Path:
+    """The folder with a Hub data set's files; part of the task that prepares them (`tasks.dataset`)."""
+    done = download_repo(Repo(repo_id, "dataset", revision), directory, notify=log_progress(log))
     return done.directory
 
 
@@ -70,7 +71,7 @@ def manifest_of(done: Downloaded) -> dict[str, Any]:
     }
 
 
-def log_progress(write: Any) -> Notify:
+def log_progress(write: Callable[[str], Any]) -> Notify:
     """Writes a line with bytes, rate and time left every quarter of a minute."""
     last = time.monotonic()
 
