@@ -31,7 +31,8 @@ def run_ranks(
 
     `work` must be importable by name. The first call starts the server, which imports for 12-30 s.
     """
-    server = multiprocessing.get_context("forkserver")
+    # megatron-core's import starts CUDA where there is some, and then a fork cannot use it
+    server = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
     server.set_forkserver_preload(_SERVER_IMPORTS)
     before = {name: os.environ.get(name) for name in _SERVER_ENVIRONMENT}
     os.environ.update(_SERVER_ENVIRONMENT)  # read by the server when it starts
