@@ -31,6 +31,8 @@ from k31core.rollout.engines.embedded.forward import CachedDecoder
 T = TypeVar("T")
 _STEPS_A_CALL = 4
 """Decoding steps between two looks at the event loop."""
+_LEAVING_S = 0.002
+"""Pause before looking again whether a cancelled request has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Draw one completion. Raises StaleVersionError, EngineError; ValueError for a request that can never fit."""
+        while (old := self._futures.get(request.request_id)) is not None and old.cancelled():
+            await asyncio.sleep(_LEAVING_S)  # its caller is gone; the engine lets go of it at the next step
         async with self._gate:
             core = self._require_core()
             if request.policy_version != self._version:
