@@ -79,7 +79,7 @@ def refuse(bad: Tensor, origin: TokenOrigin, values: Tensor, what: str, advice: 
         return
     where = tuple(int(i) for i in bad.nonzero()[0])
     column = f", candidate {where[1]}" if len(where) > 1 else ""
-    raise LossInputError(f"{origin.name(where[0])}{column}: {what} is {float(values[where])}; {advice}")
+    raise LossInputError(f"{origin.name(where[0])}{column}: {what} is {values[where].item()}; {advice}")
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from k31core.rl.agreement import agreement_sums
+from k31core.rl.candidates import CandidateMode, on_support
 from k31core.rl.loss_records import LossInputs, LossOutputs
 from k31core.rl.policy_gradient import grpo_loss
-from k31core.rl.score_centering import CandidateMode, Weighting, score_centering_loss
+from k31core.rl.score_centering import Weighting, score_centering_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class LossChoice:
     @property
     def needs_candidates(self) -> bool:
         """Whether the trainer must compute log-probs of the recorded candidates."""
-        return self.kind == "score_centering"
+        return self.kind == "score_centering" or self.mode is CandidateMode.SUPPORT
 
 
 def policy_loss(inputs: LossInputs, choice: LossChoice, *, normaliser: float) -> LossOutputs:
@@ -34,6 +35,8 @@ def policy_loss(inputs: LossInputs, choice: LossChoice, *, normaliser: float) ->
     if choice.kind == "score_centering":
         outputs = score_centering_loss(inputs, weighting=choice.weighting, mode=choice.mode, normaliser=normaliser)
     else:
+        # Filtered sampling draws from p renormalised over what could be drawn; the ratio must compare like with like.
+        inputs = on_support(inputs) if choice.mode is CandidateMode.SUPPORT else inputs
         outputs = grpo_loss(inputs, clip_low=choice.clip_low, clip_high=choice.clip_high, normaliser=normaliser)
     sums, peaks = agreement_sums(outputs.logprobs, inputs.sampler_logprobs, inputs.mask)
     return replace(outputs, sums={**outputs.sums, **sums}, peaks={**outputs.peaks, **peaks})

@@ -15,8 +15,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from k31core.rl.candidates import CandidateMode, broken, checked_head, on_support
 from k31core.rl.loss_records import (
-    LossInputError,
     LossInputs,
     LossOutputs,
     check_normaliser,
@@ -33,8 +33,6 @@ TIS_CAP = 2.0
 MIS_RANGE = (0.5, 5.0)
 _BOUND_SLACK = 1e-6
 """Room for the rounding of log p - log q at the inclusive bounds of `mis`."""
-MASS_SLACK = 1e-2
-"""How far the recorded head's mass may lie above 1, and in `support` mode below it."""
 
 
 class Weighting(StrEnum):
@@ -46,15 +44,6 @@ class Weighting(StrEnum):
     """min(r, 2)."""
     MIS = "mis"
     """r inside [0.5, 5], else 0 (IcePop)."""
-
-
-class CandidateMode(StrEnum):
-    """What the recorded candidates are; follows from how the rollout was sampled, never chosen."""
-
-    SELECTED = "selected"
-    """Unfiltered sampling: the head of the vocabulary, the tail is modelled."""
-    SUPPORT = "support"
-    """Filtered sampling (top-p, top-k, temperature): all that could be drawn; p is renormalised over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +105,20 @@ def score_centering_loss(
     `support` mode) misses part of what could be drawn, and for an active token whose loss is not finite.
     """
     check_normaliser(normaliser)
-    log_p, log_q, valid = _candidates(inputs)
+    if mode is CandidateMode.SUPPORT:
+        inputs = on_support(inputs)
+    head = checked_head(inputs, mode)
     mask, origin = inputs.mask, inputs.origin
     dtype = loss_dtype(inputs.logprobs, inputs.sampler_logprobs)
     label_log_q = torch.where(mask, inputs.sampler_logprobs.to(dtype), 0.0)
     refuse(~label_log_q.isfinite(), origin, label_log_q, "the sampler's log-prob", "the rollout record is damaged")
     # Masked rows may hold anything; they are replaced before any arithmetic, so that no NaN reaches a gradient.
     label_log_p = torch.where(mask, inputs.logprobs.to(dtype), 0.0)
-    refuse(_broken(label_log_p), origin, label_log_p, "the trainer's log-prob", "the forward pass is not finite")
-    _check_head(inputs, log_p, log_q, valid, mode)
-    if mode is CandidateMode.SUPPORT:
-        log_z = _support_mass(inputs, log_p, valid)
-        label_log_p, log_p = label_log_p - log_z, log_p - log_z[:, None]
-    pieces = centering(log_p, log_q, label_log_p, label_log_q, valid, weighting)
+    refuse(broken(label_log_p), origin, label_log_p, "the trainer's log-prob", "the forward pass is not finite")
+    pieces = centering(head.log_p, head.log_q, label_log_p, label_log_q, head.valid, weighting)
     advantage = torch.where(mask, inputs.advantages.to(dtype), 0.0)
     label_term = times_where_nonzero(-advantage * pieces.weight, label_log_p)
-    correction = times_where_nonzero(advantage[:, None] * pieces.coef, log_p).sum(-1)
+    correction = times_where_nonzero(advantage[:, None] * pieces.coef, head.log_p).sum(-1)
     token_loss = label_term + correction
     refuse(
         ~token_loss.isfinite(),
@@ -149,59 +136,3 @@ def score_centering_loss(
     }
     peaks = {"train/sc_tail_ratio_max": masked_max(pieces.rho, mask)}
     return LossOutputs(token_loss.sum() / normaliser, token_loss.detach(), label_log_p.detach(), sums, peaks)
-
-
-def _candidates(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """(log p, log q, valid), all `[T, K]`, of the active rows; -inf at padding and on masked rows."""
-    if inputs.candidate_logprobs is None or inputs.sampler_candidate_logprobs is None or inputs.candidate_ids is None:
-        raise LossInputError("score centering needs the recorded candidates: set rollout.top_logprobs_num above 0")
-    dtype = loss_dtype(inputs.candidate_logprobs, inputs.sampler_candidate_logprobs)
-    valid = (inputs.candidate_ids >= 0) & inputs.mask[:, None]
-    minus_inf = torch.full((), -torch.inf, dtype=dtype, device=valid.device)
-    log_p = torch.where(valid, inputs.candidate_logprobs.to(dtype), minus_inf)
-    log_q = torch.where(valid, inputs.sampler_candidate_logprobs.to(dtype), minus_inf)
-    return log_p, log_q, valid
-
-
-def _broken(log_p: Tensor) -> Tensor:
-    """NaN or +inf: never a log-probability. -inf is (p = 0); whether that is usable depends on its coefficient."""
-    return log_p.isnan() | (log_p == torch.inf)
-
-
-def _check_head(inputs: LossInputs, log_p: Tensor, log_q: Tensor, valid: Tensor, mode: CandidateMode) -> None:
-    origin = inputs.origin
-    refuse(
-        valid & ~log_q.isfinite(), origin, log_q, "the sampler's candidate log-prob", "the rollout record is damaged"
-    )
-    refuse(valid & _broken(log_p), origin, log_p, "the trainer's candidate log-prob", "the forward pass is not finite")
-    mass = log_q.detach().double().exp().sum(-1)
-    refuse(
-        mass > 1 + MASS_SLACK, origin, mass, "the sampler's head mass", "candidates are repeated or are no log-probs"
-    )
-    if mode is CandidateMode.SUPPORT:
-        refuse(
-            inputs.mask & (mass < 1 - MASS_SLACK),
-            origin,
-            mass,
-            "the recorded share of what could be drawn",
-            "filtered sampling needs all of it: raise rollout.top_logprobs_num, or narrow rollout.top_p / top_k",
-        )
-        drawn = (inputs.candidate_ids == inputs.label_ids[:, None]).any(-1)
-        refuse(
-            inputs.mask & ~drawn,
-            origin,
-            inputs.label_ids,
-            "the drawn token",
-            "it is not among the recorded candidates, which must be everything that could be drawn",
-        )
-
-
-def _support_mass(inputs: LossInputs, log_p: Tensor, valid: Tensor) -> Tensor:
-    """log of the trainer's mass on the support `[T]`, with gradient; 0 on masked rows."""
-    # A masked row would be logsumexp of nothing: -inf, and NaN in its gradient.
-    log_z = torch.where(inputs.mask[:, None], log_p, 0.0).logsumexp(-1)
-    log_z = torch.where(inputs.mask, log_z, 0.0)
-    refuse(
-        ~log_z.isfinite(), inputs.origin, log_z, "the trainer's log-mass on the support", "it gives it probability 0"
-    )
-    return log_z

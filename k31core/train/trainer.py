@@ -24,8 +24,9 @@ from k31core.parallel.groups import first_complaint
 from k31core.parallel.mesh import SINGLE, Mesh, stage_layers
 from k31core.parallel.sharding import Slot
 from k31core.recipe.recipe import Recipe
+from k31core.rl.candidates import CandidateMode
 from k31core.rl.losses import LossChoice
-from k31core.rl.score_centering import CandidateMode, Weighting
+from k31core.rl.score_centering import Weighting
 from k31core.train.adamw import AdamSettings, AdamW, AdapterOptimizer
 from k31core.train.batch import loss_token_count, make_microbatches
 from k31core.train.logical import adapter_digest, export_adapter, export_optimizer, world

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from k31core.rl.advantages import AdvantageError, group_advantages, shuffled_advantages
 from k31core.rl.agreement import agreement_sums
+from k31core.rl.candidates import CandidateMode
 from k31core.rl.loss_records import LossInputError
 from k31core.rl.losses import LossChoice, policy_loss
 from k31core.rl.policy_gradient import grpo_loss
@@ -114,3 +115,21 @@ def test_score_centering_without_candidates_says_what_to_set():
     inputs = dataclasses.replace(inputs, candidate_ids=None)
     with pytest.raises(LossInputError, match=r"rollout\.top_logprobs_num"):
         policy_loss(inputs, LossChoice("score_centering"), normaliser=1)
+
+
+def test_grpo_under_filtered_sampling_compares_p_on_the_support():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    q = torch.tensor([[0.7, 0.3, 0, 0, 0, 0], [0.2, 0.3, 0.5, 0, 0, 0]], dtype=torch.float64)
+    inputs = inputs_from_logits(logits, q, [[0, 1], [2, 1, 0]], [1, 2], [1.0, -1.0])
+    choice = LossChoice("grpo", mode=CandidateMode.SUPPORT, clip_low=0.9, clip_high=9.0)
+    assert choice.needs_candidates
+    out = policy_loss(inputs, choice, normaliser=2.0)
+    p = torch.softmax(logits, -1)
+    ratios = [p[0, 1] / p[0, :2].sum() / 0.3, p[1, 2] / p[1, :3].sum() / 0.5]
+    expected = -(ratios[0] - ratios[1]) / 2
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    (ours,), (theirs,) = torch.autograd.grad(out.loss, logits, retain_graph=True), torch.autograd.grad(expected, logits)
+    assert torch.allclose(ours, theirs, atol=1e-14)
+    with pytest.raises(LossInputError, match=r"rollout\.top_logprobs_num"):
+        policy_loss(dataclasses.replace(inputs, candidate_ids=None), choice, normaliser=1)

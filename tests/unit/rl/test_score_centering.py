@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k31core.ops.logprobs import label_and_candidate_logprobs
+from k31core.rl.candidates import CandidateMode
 from k31core.rl.loss_records import LossInputError
-from k31core.rl.score_centering import CandidateMode, Weighting, centering, score_centering_loss
+from k31core.rl.score_centering import Weighting, centering, score_centering_loss
 from tests.unit.rl.vocabulary import inputs_from_logits, reference_loss
 
 CASES = json.loads((Path(__file__).parents[2] / "cases" / "score_centering.json").read_text())
