@@ -44,7 +44,12 @@ def adapter_slots(decoder: Decoder) -> list[Slot]:
 def expected_names(config: ModelConfig) -> set[str]:
     """Names of every decoder tensor a checkpoint of this configuration must have, and may have."""
     whole = Decoder(config, Build(device=torch.device("meta")), range(config.num_hidden_layers))
-    return {slot.name for slot in base_slots(whole)}
+    names: set[str] = set()
+    for path, module in whole.named_modules():
+        names.update(slot.name for slot in _own_slots(path, module))
+        if isinstance(module, RoutedExperts):
+            names.update(name for name, _, _, _ in _expert_names(f"{PREFIX}{path}", module))
+    return names
 
 
 def dense_expert_slots(decoder: Decoder) -> list[Slot]:
@@ -100,10 +105,15 @@ def _own_slots(path: str, module: nn.Module) -> Iterator[Slot]:
 def _expert_slots(path: str, experts: RoutedExperts) -> Iterator[Slot]:
     if experts.format is ExpertFormat.DENSE:
         return
+    for name, memory, index, stored in _expert_names(path, experts):
+        tensor = getattr(experts, memory)[index]
+        yield Slot(name, tensor, Shard(tuple(tensor.shape), stored))
+
+
+def _expert_names(path: str, experts: RoutedExperts) -> Iterator[tuple[str, str, int, Stored]]:
+    """(name in the checkpoint, attribute that holds it, index there, how it is stored) of every local expert's
+    parts."""
     for index in range(experts.local):
         for name in PROJECTIONS:
             for part, stored in (("packed", Stored.PACKED), ("scale", Stored.SCALE)):
-                tensor = getattr(experts, f"{name}_{part}")[index]
-                yield Slot(
-                    f"{path}.{experts.first + index}.{name}.weight_{part}", tensor, Shard(tuple(tensor.shape), stored)
-                )
+                yield f"{path}.{experts.first + index}.{name}.weight_{part}", f"{name}_{part}", index, stored
