@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("convert", "Convert a checkpoint."),
     "prune": ("prune", "Cut a checkpoint to a few layers."),
     "export": ("export", "Export an adapter to PEFT-style files."),
+    "import-adapter": ("import_adapter", "Read an adapter from PEFT-style files."),
 }
 """Command name -> (module under `k31core.cli` and its function of the same name, one line of help)."""
 
