@@ -11,6 +11,7 @@ from typing import Any
 from prefect import task
 from prefect.logging import get_run_logger
 
+from k31core.checkpoint.commit import sha256_file
 from k31core.cluster.home import Home, find_home
 from k31core.observe.ledger import Phase
 from k31core.recipe.load import load_recipe
@@ -81,6 +82,8 @@ def make_tiny(config: dict[str, Any], family: str, models: str) -> dict[str, Any
     """Pre-train and write the tiny checkpoint, in a process of its own so that its memory goes away."""
     name = hashlib.sha256(json.dumps([TINY_VERSION, family, config], sort_keys=True).encode()).hexdigest()[:12]
     directory = Path(models) / f"tiny-{name}"
+    if _made_before(directory):
+        return {"directory": str(directory), "files": describe_files(directory)}
     staging = directory.with_name(f".{directory.name}.making")
     for stale in (staging, directory):
         if stale.exists():
@@ -91,6 +94,18 @@ def make_tiny(config: dict[str, Any], family: str, models: str) -> dict[str, Any
         pool.submit(_make_tiny, config, family, str(staging)).result()
     staging.rename(directory)
     return {"directory": str(directory), "files": describe_files(directory)}
+
+
+def _made_before(directory: Path) -> bool:
+    """Whether the directory (named by its content) is there and every file is as its maker's manifest says."""
+    path = directory / "tiny.json"
+    if not path.is_file():
+        return False
+    files = json.loads(path.read_bytes())["files"]
+    return all(
+        (directory / entry["path"]).is_file() and sha256_file(directory / entry["path"]) == entry["sha256"]
+        for entry in files
+    )
 
 
 def _make_tiny(config: dict[str, Any], family: str, out_dir: str) -> None:
