@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from k31core.checkpoint.adapter import WEIGHTS_FILE
 from k31core.checkpoint.adapter_digest import digest_of_file
 from k31core.checkpoint.commit import sha256_file
-from k31core.observe.metrics import TRAIN_TIME
+from k31core.observe.metrics import ALLOCATED_AFTER_SYNC_MB, TRAIN_TIME
 from k31core.parallel.cpu_device import cpu_device
 from k31core.parallel.groups import build_mesh, first_complaint, init_process_group
 from k31core.parallel.mesh import SINGLE, Mesh
@@ -84,7 +84,10 @@ class TrainWorker:
         begun = time.perf_counter()
         groups = read_groups(Path(rollout_dir))
         samples = train_samples(groups, self._recipe, step)
-        if trainer.decoder.build.device.type == "cuda":
+        device = trainer.decoder.build.device
+        # What is allocated now is what the last sync left: it must come back to its baseline every step.
+        left = {ALLOCATED_AFTER_SYNC_MB: torch.cuda.memory_allocated() / 2**20} if device.type == "cuda" else {}
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         result = trainer.train(samples)
         digest = trainer.digest()
@@ -94,7 +97,8 @@ class TrainWorker:
             **result.metrics,
             TRAIN_TIME: seconds,
             "perf/actor_train_tflops": flops / seconds / self._world_size / 1e12,
-            **_memory_peaks(trainer.decoder.build.device),
+            **_memory_peaks(device),
+            **left,
         }
         return {"step": step, "metrics": metrics, "adapter_digest": digest, "proof": result.proof}
 
