@@ -20,7 +20,7 @@ def draw(run: RunRecord, path: Path) -> None:
     FigureCanvasAgg(figure)
     recipe = run.resolved.recipe
     figure.suptitle(
-        f"{run.run_dir.name}  ·  recipe {recipe.name}  ·  {len(run.rows)} of {recipe.num_rollout} steps", fontsize=13
+        f"{run.run_dir.name}  ·  recipe {recipe.name}  ·  {run.steps_done} of {recipe.num_rollout} steps", fontsize=13
     )
     panels: tuple[Callable[[Any, RunRecord], None], ...] = (
         _reward, _length, _agreement, _grad_norm, _centering, _phases, _memory, _audit, _throughput,
@@ -117,6 +117,10 @@ def _centering(axis: Any, run: RunRecord) -> None:
     drawn = _line(axis, rho, "tail ratio rho", BLUE)
     drawn |= _line(axis, run.series("train/sc_train_head_mass"), "head mass, trainer", ORANGE)
     drawn |= _line(axis, run.series("train/sc_rollout_head_mass"), "head mass, sampler", GREEN, linestyle=":")
+    if drawn:
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, 0.9), max(high, 1.1))  # a ripple of 1e-3 must not look like trouble
+        axis.ticklabel_format(axis="y", useOffset=False)
     warn = run.resolved.recipe.watchdog.tail_ratio_warn
     if rho and warn is not None and max(rho.values) > 0.6 * warn:
         axis.axhline(warn, color=RED, linestyle="--", label="warn")
@@ -144,19 +148,26 @@ def _phases(axis: Any, run: RunRecord) -> None:
     _finish(axis, "Time per phase (s)", drawn)
 
 
+_UNITS = {"_mb": 1e-3, "_gb": 1.0, "_gib": 2**30 / 1e9}
+"""Ends of memory metrics, in GB."""
+
+
 def _memory(axis: Any, run: RunRecord) -> None:
-    names = [n for n in run.names("perf/") if n.endswith("_gb")]
     drawn = False
+    names = [name for name in (*run.names("memory/"), *run.names("perf/")) if name.endswith(tuple(_UNITS))]
     for i, name in enumerate(names):
-        label = name.removeprefix("perf/").removesuffix("_gb").replace("_", " ")
-        drawn |= _line(axis, run.series(name), label, _COLOURS[i % len(_COLOURS)])
+        unit = _UNITS["_" + name.rsplit("_", 1)[1]]
+        series = run.series(name)
+        scaled = Series(name, series.steps, tuple(value * unit for value in series.values))
+        label = name.split("/", 1)[1].rsplit("_", 1)[0].replace("_", " ")
+        drawn |= _line(axis, scaled, label, _COLOURS[i % len(_COLOURS)])
     if drawn:
         axis.set_ylim(bottom=0)
     _finish(axis, "Memory (GB)", drawn)
 
 
 def _audit(axis: Any, run: RunRecord) -> None:
-    names = [n for n in run.names("reward/") if n.split("/")[-1] in _AUDIT]
+    names = [f"reward/{n}" for n in _AUDIT if any(run.series(f"reward/{n}").values)]
     drawn = _stacked(axis, run, names, [n.removeprefix("reward/").replace("_", " ") for n in names])
     _finish(axis, "Answers that scored 0, by reason", drawn)
 

@@ -66,7 +66,7 @@ def _evals(run: RunRecord) -> list[Statement]:
     name = f"eval/{run.resolved.recipe.eval.name}"
     series = run.series(name)
     if series:
-        count = run.series(f"{name}/num_problems")
+        count = run.series(f"{name}/problems")
         first, last = series.values[0], series.values[-1]
         note = ""
         if count:

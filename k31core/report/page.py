@@ -30,7 +30,7 @@ def write_page(run: RunRecord, summary: list[Statement], picture: Path, path: Pa
         f"<title>{html.escape(run.run_dir.name)}</title><style>{_STYLE}</style>",
         f"<h1>Run {html.escape(run.run_dir.name)}</h1>",
         f"<p>Recipe <b>{html.escape(recipe.name)}</b>: {html.escape(recipe.description)} "
-        f"{len(run.rows)} of {recipe.num_rollout} steps.</p>",
+        f"{run.steps_done} of {recipe.num_rollout} steps.</p>",
         _summary_table(summary),
         f'<h2>Curves</h2><img alt="Nine panels: reward, length, agreement, gradient norm, score centering, '
         f'time, memory, reward audit, throughput" src="data:image/png;base64,{image}">',

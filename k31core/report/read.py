@@ -39,6 +39,11 @@ class RunRecord:
     rows: tuple[dict[str, Any], ...]
     """Objects of `metrics.jsonl`, by rising step; the last one written for a step counts."""
 
+    @property
+    def steps_done(self) -> int:
+        """Number of the last step; step 0 is the evaluation before the first."""
+        return int(self.rows[-1]["step"])
+
     def series(self, name: str) -> Series:
         """The metric `name` over steps, where it was recorded and is finite."""
         points = [
