@@ -120,6 +120,12 @@ class Recipe(Section):
                 "sync.resend_base is true although rollout.engine.lora_base_cpu_backup keeps the base on the host: "
                 "turn one of them off"
             )
+        if self.rollout.top_logprobs_num and not self.rollout.unfiltered:
+            raise ValueError(
+                f"rollout.temperature {self.rollout.temperature}, top_p {self.rollout.top_p}, top_k "
+                f"{self.rollout.top_k} with rollout.top_logprobs_num {self.rollout.top_logprobs_num}: SGLang records "
+                f"log-probs before the filter, so filtered sampling has no known support; use 1.0, 1.0 and 0"
+            )
         if self.rollout.indexer_replay and self.model.family != "kimi_k31":
             raise ValueError("rollout.indexer_replay needs model.family 'kimi_k31': Kimi-K3 has no DSA indexer")
         broadcast = self.env.variables.get("SGLANG_DSA_TOPK_BROADCAST", "1")

@@ -12,8 +12,9 @@ from k31core.rl.types import FinishReason
 from k31core.rollout.engine import AdapterRefusedError, EngineError, StaleVersionError
 from k31core.rollout.engines.embedded.core import Limits
 from tests.contract.engine_cases import ADAPTER, assert_same, changed_adapter, embedded, generate_all, prompt, request
+from tests.sglang_standin.engines import over_http
 
-ENGINES = [pytest.param(embedded, id="embedded")]
+ENGINES = [pytest.param(embedded, id="embedded"), pytest.param(over_http, id="http")]
 FACTOR = "language_model.model.layers.0.self_attn.o_proj.lora_B.weight"
 
 

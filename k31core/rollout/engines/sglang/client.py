@@ -1,6 +1,7 @@
 """One SGLang server over HTTP: the calls we make, with deadlines and errors that say what to do."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -32,7 +33,7 @@ class SglangClient:
         self._timeout_s, self._retries = timeout_s, retries
         self._places = asyncio.Semaphore(max_concurrent)
         self._rids: dict[str, str] = {}
-        self._asked = 0
+        self._asked, self._numbers = 0, itertools.count()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
         )
@@ -65,27 +66,33 @@ class SglangClient:
         `encode` writes the request under an id that is new for every attempt, and a lost attempt is aborted at the
         server before the next one, so that an answer can never be counted twice. Waits for a free place first.
         """
-        async with self._places:
-            for attempt in range(self._retries + 1):
-                rid = f"{request_id}.{attempt}"
-                self._rids[request_id] = rid
-                try:
-                    return await self._call("/generate", encode(rid), self._timeout_s)
-                except asyncio.CancelledError:
-                    await asyncio.shield(self._abort_quietly(rid))
-                    raise
-                except ServerError as error:
-                    await self._abort_quietly(rid)
-                    again = error.status is not None and error.status >= 500
-                    lost = error.status is None and not isinstance(error.__cause__, TimeoutError)
-                    if not (again or lost) or attempt == self._retries:
-                        raise ServerError(
-                            f"request {request_id}, attempt {attempt + 1}: {error}", error.status
-                        ) from error
+        self._asked += 1
+        try:
+            async with self._places:
+                for attempt in range(self._retries):
+                    try:
+                        return await self._attempt(request_id, encode)
+                    except ServerError as error:
+                        if not _worth_another(error):
+                            raise
                     await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
-                finally:
-                    self._rids.pop(request_id, None)
-        raise AssertionError("unreachable")
+                return await self._attempt(request_id, encode)
+        finally:
+            self._asked -= 1
+
+    async def _attempt(self, request_id: str, encode: Callable[[str], bytes]) -> bytes:
+        rid = f"{request_id}.{next(self._numbers)}"
+        self._rids[request_id] = rid
+        try:
+            return await self._call("/generate", encode(rid), self._timeout_s)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort_quietly(rid))
+            raise
+        except ServerError as error:
+            await self._abort_quietly(rid)
+            raise ServerError(f"request {request_id} (sent as {rid}): {error}", error.status) from error.__cause__
+        finally:
+            self._rids.pop(request_id, None)
 
     async def abort(self, request_id: str) -> None:
         """End a request that is at the server; its `generate` returns what there is. Unknown ids are ignored."""

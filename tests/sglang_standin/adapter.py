@@ -1,0 +1,35 @@
+"""An adapter in SGLang's names, back as a logical directory: fails when a name or the configuration is not SGLang's."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+_PREFIX = "base_model.model."
+
+
+def to_logical(source: Path, target: Path, *, rank: int, alpha: float) -> None:
+    """Write `target` with the checkpoint's names. Raises ValueError as SGLang's loader would."""
+    config = json.loads((source / "adapter_config.json").read_text())
+    if (config["peft_type"], config["r"], config["lora_alpha"]) != ("LORA", rank, alpha):
+        raise ValueError(f"adapter_config.json has r {config['r']}, lora_alpha {config['lora_alpha']}")
+    if not isinstance(config["target_modules"], list) or "w1" in config["target_modules"]:
+        raise ValueError(f"target_modules {config['target_modules']} are not PEFT names")
+    tensors = {}
+    for name, tensor in load_file(source / "adapter_model.safetensors").items():
+        if not name.startswith(_PREFIX) or "block_sparse_moe" in name:
+            raise ValueError(f"unexpected tensor {name}")
+        tensors[_logical(name.removeprefix(_PREFIX))] = tensor
+    target.mkdir()
+    save_file(tensors, target / "adapter_model.safetensors")
+    logical = {
+        "peft_type": "LORA", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none",
+        "task_type": "CAUSAL_LM", "target_modules": "all-linear", "experts_shared_outer_loras": True,
+    }  # fmt: skip
+    (target / "adapter_config.json").write_text(json.dumps(logical))
+
+
+def _logical(name: str) -> str:
+    for part in (".experts.", ".shared_experts."):
+        name = name.replace(f".mlp{part}", f".block_sparse_moe{part}")
+    return name

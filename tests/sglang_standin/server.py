@@ -1,0 +1,208 @@
+"""The routes.
+
+python -m tests.sglang_standin.server --model-path DIR --port N --max-lora-rank R [SGLang's other options, ignored]
+"""
+
+import argparse
+import asyncio
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request, Response
+
+from k31core.model.build import LoraSpec
+from k31core.rollout.engine import AdapterRefusedError, EngineError
+from k31core.rollout.engines.embedded.core import Limits
+from k31core.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+from tests.sglang_standin.adapter import to_logical
+from tests.sglang_standin.wire import answer_of, request_of, unknown_fields
+
+VERSION = "0.5.22.dev7+gstandin"
+"""Not a plain release: our client takes a branch at its word."""
+
+
+class Standin:
+    """One engine and what SGLang knows about it."""
+
+    def __init__(self, engine: EmbeddedEngine, lora: LoraSpec, *, nested: bool = False) -> None:
+        self.engine, self.lora, self.nested = engine, lora, nested
+        self.weight_version = "default"
+        self.loaded: str | None = None
+        self.requests: list[dict[str, Any]] = []
+        """Every /generate body, for tests."""
+        self.released: set[str] = set()
+        self._loads = -1
+
+    async def generate(self, body: dict[str, Any]) -> Response:
+        self.requests.append(body)
+        unknown = unknown_fields("GenerateReqInput", body)
+        if unknown:
+            return error(400, f"unknown fields {unknown}")
+        if body.get("lora_path") != self.loaded:
+            return error(400, f"LoRA adapter {body.get('lora_path')!r} is not loaded (loaded: {self.loaded!r})")
+        if self.released:
+            return error(500, f"memory is released: {sorted(self.released)}")
+        request = request_of(body, self._loads)
+        try:
+            scores = await self.engine.score(request.tokens) if body.get("logprob_start_len") == 0 else None
+            completion = await self.engine.generate(request)
+        except ValueError as problem:
+            return error(400, str(problem))
+        except EngineError as problem:
+            return error(500, str(problem))
+        flat = bool(body.get("return_flat_raw_output_top_logprobs")) and not self.nested
+        answer = answer_of(completion, request, weight_version=self.weight_version, scores=scores, flat=flat)
+        return Response(orjson.dumps(answer), media_type="application/json")
+
+    async def load(self, body: dict[str, Any]) -> Response:
+        if self.loaded is not None:
+            return update(400, f"an adapter is loaded already: {self.loaded}")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                logical = Path(folder) / "logical"
+                to_logical(Path(body["lora_path"]), logical, rank=self.lora.rank, alpha=self.lora.alpha)
+                await self.engine.load_adapter(logical, self._loads + 1)
+            except (AdapterRefusedError, ValueError, OSError) as problem:
+                return update(400, str(problem))
+        self._loads += 1
+        self.loaded = body["lora_name"]
+        return update(200, None)
+
+    async def unload(self, body: dict[str, Any]) -> Response:
+        if body["lora_name"] != self.loaded:
+            return update(400, f"LoRA adapter {body['lora_name']!r} is not loaded")
+        self.loaded = None
+        return update(200, None)
+
+    async def release(self, body: dict[str, Any]) -> Response:
+        if (await self.engine.health()).running:
+            return error(400, "requests are running")
+        self.released |= set(body["tags"])
+        await self.engine.sleep()
+        return Response(status_code=200)
+
+    async def resume(self, body: dict[str, Any]) -> Response:
+        self.released -= set(body["tags"])
+        if not self.released:
+            await self.engine.wake()
+        return Response(status_code=200)
+
+    async def flush(self) -> Response:
+        busy = (await self.engine.health()).running
+        return error(400, "requests are running") if busy else Response("Cache flushed.", status_code=200)
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "enable_lora": True,
+            "max_lora_rank": self.lora.rank,
+            "enable_return_routed_experts": True,
+            "experts_shared_outer_loras": True,
+            "internal_states": [{}],
+        }
+
+
+def error(status: int, message: str) -> Response:
+    return Response(orjson.dumps({"error": {"message": message}}), status_code=status, media_type="application/json")
+
+
+def update(status: int, message: str | None) -> Response:
+    tree = {"success": message is None, "error_message": message}
+    return Response(orjson.dumps(tree), status_code=status, media_type="application/json")
+
+
+def build_app(standin: Standin) -> FastAPI:
+    """All routes our client uses."""
+    app = FastAPI()
+    posts = {
+        "/generate": standin.generate,
+        "/load_lora_adapter": standin.load,
+        "/unload_lora_adapter": standin.unload,
+        "/release_memory_occupation": standin.release,
+        "/resume_memory_occupation": standin.resume,
+    }
+    for path, handler in posts.items():
+        app.add_api_route(path, _post(handler), methods=["POST"])
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if (await standin.engine.health()).alive else 503)
+
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        return standin.info()
+
+    @app.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        return {"model_path": "standin", "weight_version": standin.weight_version}
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(request: Request) -> dict[str, Any]:
+        standin.weight_version = orjson.loads(await request.body())["new_version"]
+        return {"success": True, "new_version": standin.weight_version}
+
+    @app.post("/flush_cache")
+    async def flush_cache() -> Response:
+        return await standin.flush()
+
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        await standin.engine.abort((orjson.loads(await request.body())["rid"],))
+        return Response(status_code=200)
+
+    return app
+
+
+def _post(handler: Any) -> Any:
+    async def route(request: Request) -> Response:
+        response: Response = await handler(orjson.loads(await request.body()))
+        return response
+
+    return route
+
+
+@asynccontextmanager
+async def serving(standin: Standin, port: int = 0) -> AsyncIterator[str]:
+    """Serve on loopback inside this event loop; yields the URL."""
+    listener = socket.socket(socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    server = uvicorn.Server(uvicorn.Config(build_app(standin), log_level="warning", lifespan="off"))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await task
+        listener.close()
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    lora = LoraSpec(arguments.max_lora_rank, arguments.lora_alpha)
+    limits = Limits(64, arguments.max_total_tokens, 2048)
+    engine = await EmbeddedEngine.open(Path(arguments.model_path), EmbeddedOptions(limits, lora))
+    try:
+        async with serving(Standin(engine, lora), arguments.port) as url:
+            print(f"serving {url}", flush=True)
+            await asyncio.Event().wait()
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--max-lora-rank", type=int, required=True)
+    parser.add_argument("--max-total-tokens", type=int, default=16384)
+    parser.add_argument("--lora-alpha", type=float, required=True)
+    asyncio.run(main(parser.parse_known_args()[0]))
