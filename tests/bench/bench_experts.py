@@ -116,9 +116,9 @@ def ceilings() -> dict[str, float]:
 def bench_shape(weights: PackedExperts, lora: ExpertLora, kind: str, rows: int, tiles: TileSet | None = None) -> dict:
     counts = make_counts(kind, rows)
     x = torch.randn(rows, LATENT, device="cuda", dtype=torch.bfloat16)
-    groups = launch.Groups.of(x, counts, weights, 4.0, 25.0)
+    groups = launch.Groups.of(x, counts, weights, 25.0)
     if tiles:
-        groups = launch.Groups(groups.counts, weights, rows, 4.0, 25.0, tiles)
+        groups = launch.Groups(groups.counts, weights, rows, 25.0, tiles)
     h, y, dx = x.new_empty(rows, FFN), torch.empty_like(x), torch.empty_like(x)
     pre, dpre, dy = x.new_empty(rows, 2 * FFN), x.new_empty(rows, 2 * FFN), torch.randn_like(x)
     launch.gate(groups, x, None, h, pre)

@@ -55,7 +55,8 @@ def float64_experts(x: Tensor, counts: list[int], weights: PackedExperts, lora: 
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+    got, wanted = got.detach().double(), wanted.detach().double()
+    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("rank", [None, 32, 5])
@@ -76,7 +77,7 @@ def test_values_and_gradients(name: str, rank: int | None, latent: int, ffn: int
     assert torch.equal(inference, y)
     expected = float64_experts(x.double(), counts, weights, lora)
     wanted = torch.autograd.grad(expected, leaves, direction.double())
-    assert relative_error(y, expected) < 1e-2
+    assert relative_error(y, expected) < 1.5e-2
     for got, want in zip(grads, wanted, strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         assert relative_error(got, want) < 1.5e-2
@@ -104,7 +105,7 @@ def one_hot_products(packed: Tensor, scale: Tensor) -> dict[str, Tensor]:
     weights = PackedExperts(packed, scale, packed, scale, packed, scale)
     eye = torch.eye(512, device="cuda", dtype=torch.bfloat16)
     zeros = torch.zeros_like(eye)
-    groups = Groups.of(eye, torch.tensor([512], device="cuda"), weights, 4.0, 25.0)
+    groups = Groups.of(eye, torch.tensor([512], device="cuda"), weights, 25.0)
     h, y, pre = torch.empty_like(eye), torch.empty_like(eye), eye.new_empty(512, 1024)
     kernel_launch.gate(groups, eye, None, h, pre)
     kernel_launch.down(groups, eye, None, y)

@@ -8,14 +8,20 @@
 Nothing is allocated after the first sync: the buffer, the tables and the sums belong to the flattener.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from k31core.ops.digest.tensor import byte_view, digests_of_sums
 from k31core.ops.digest.value import Digest, digest_of_bytes
+
+if TYPE_CHECKING:
+    from k31core.ops.digest.kernel import CopyPlan
 
 DEFAULT_BUCKET_BYTES = 2 << 30
 _ALIGNMENT = 16
@@ -108,7 +114,7 @@ class Flattener:
             found.update(zip((s.name for s in slots), digests_of_sums(sums, [s.num_bytes for s in slots]), strict=True))
         return found
 
-    def _table(self, slots: tuple[Slot, ...]) -> Tensor:
+    def _table(self, slots: tuple[Slot, ...]) -> CopyPlan:
         from k31core.ops.digest.kernel import plan_copies
 
         entries = [(self._addresses[s.name], s.offset, s.num_bytes, 0) for s in slots]

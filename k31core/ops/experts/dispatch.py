@@ -32,9 +32,9 @@ def expert_mlp(
     if x.is_cuda and x.shape[0] and isinstance(weights, PackedExperts):
         from k31core.ops.experts.kernel import expert_mlp_kernel, unsupported
 
-        reason = unsupported(x, weights, lora)
+        reason = unsupported(x, weights, lora, beta)
         if reason is None:
-            return expert_mlp_kernel(x, counts, weights, lora=lora, beta=beta, linear_beta=linear_beta)
+            return expert_mlp_kernel(x, counts, weights, lora=lora, linear_beta=linear_beta)
         _log_once(reason)
     return expert_mlp_reference(
         x, counts, weights, lora=lora, beta=beta, linear_beta=linear_beta, row_multiple=row_multiple

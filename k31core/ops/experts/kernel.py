@@ -17,10 +17,16 @@ from k31core.ops.experts.kernel_launch import LORA_COLUMNS, Groups, LowRank
 from k31core.ops.experts.weights import ExpertLora, ExpertShapeError, PackedExperts, check_lora
 
 
-def unsupported(x: Tensor, weights: PackedExperts, lora: ExpertLora | None) -> str | None:
+BETA = 4.0
+"""The kernel's SiTU uses that exp(-a) is the square of exp(-2 a / 4)."""
+
+
+def unsupported(x: Tensor, weights: PackedExperts, lora: ExpertLora | None, beta: float) -> str | None:
     """Why this call cannot use the kernel, or None."""
     if x.dtype != torch.bfloat16:
         return f"rows are {x.dtype}, the kernel takes bfloat16"
+    if beta != BETA:
+        return f"the gate's beta is {beta}, the kernel is built for {BETA}"
     if torch.cuda.get_device_capability(x.device) != (9, 0):
         return f"{torch.cuda.get_device_name(x.device)} is not a Hopper GPU (compute capability 9.0)"
     multiple = kernel_launch.FEATURE_MULTIPLE
@@ -34,7 +40,7 @@ def unsupported(x: Tensor, weights: PackedExperts, lora: ExpertLora | None) -> s
 
 
 def expert_mlp_kernel(
-    x: Tensor, counts: Tensor, weights: PackedExperts, *, lora: ExpertLora | None, beta: float, linear_beta: float
+    x: Tensor, counts: Tensor, weights: PackedExperts, *, lora: ExpertLora | None, linear_beta: float
 ) -> Tensor:
     """y `[N, L]` bfloat16 as `expert_mlp`; counts int64 `[E]` stay on the device and must add up to N.
 
@@ -49,7 +55,7 @@ def expert_mlp_kernel(
         )
     check_lora(lora, weights.num_experts, weights.ffn, weights.latent)
     x = x.contiguous()
-    groups = Groups.of(x, counts, weights, beta, linear_beta)
+    groups = Groups.of(x, counts, weights, linear_beta)
     factors = lora.factors() if lora else ()
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *factors))
     return _ExpertMlp.apply(x, groups, wanted, lora.scaling if lora else 0.0, *factors)

@@ -46,13 +46,13 @@ class TileSet:
         return 7 * (x_bytes + self.groups * 128 * (32 + 2 * 4)) + 1024
 
 
-TILE_SETS = (TileSet(16, 32, 4), TileSet(64, 64, 2), TileSet(80, 112, 2), TileSet(112, 152, 2))
+TILE_SETS = (TileSet(16, 24, 4), TileSet(64, 64, 2), TileSet(80, 112, 2), TileSet(112, 152, 2))
 
 
 def choose_tiles(rows: int, experts: int) -> TileSet:
     """The tile set for a mean number of rows per expert; counts stay on the device, so only the mean is known here."""
     mean = rows / experts
-    for tiles, most in zip(TILE_SETS, (24, 48, 92), strict=False):
+    for tiles, most in zip(TILE_SETS, (14, 48, 92), strict=False):
         if mean <= most:
             return tiles
     return TILE_SETS[-1]

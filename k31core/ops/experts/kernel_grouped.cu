@@ -49,7 +49,7 @@ struct Params {
     u16* extra;               // mode 0: a | b; mode 2: h; null when not wanted
     int rows, experts, latent, ffn;
     int lora_stride;          // elements of one expert's LoRA factor; 0 when the experts share it
-    float beta, linear_beta;
+    float linear_beta;
 };
 
 // ---------------------------------------------------------------------------------------------- small instructions
@@ -70,6 +70,15 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
         "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}\n" ::"r"(bar),
         "r"(parity)
         : "memory");
+}
+__device__ __forceinline__ bool barrier_test(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+    return __all_sync(~0u, done);
 }
 __device__ __forceinline__ void copy_tile(u32 dst, const TensorMap* map, int c0, int c1, u32 bar) {
     asm volatile(
@@ -120,40 +129,32 @@ __device__ __forceinline__ float reciprocal(float x) {
 
 // ------------------------------------------------------------------------------------------------------- SiTU-GLU
 
+// h = 4 tanh(a / 4) sigmoid(a) * B tanh(b / B). With u = exp(-a / 2) the sigmoid is 1 / (1 + u^2) and tanh(a / 4) is
+// (1 - u) / (1 + u): two exponentials and one reciprocal an element. The exponents are capped so that the product of the
+// denominators stays finite; beyond the caps tanh is -1 and the sigmoid below 1e-17.
 struct Situ {
-    float gate_rate, sigmoid_rate, linear_rate, beta, linear_beta;
-    bool square;  // beta == 4: exp(-a) is the square of exp(-2 a / beta)
-    __device__ explicit Situ(const Params& p) {
-        const float log2e = 1.4426950408889634f;
-        gate_rate = -2.0f * log2e / p.beta;
-        sigmoid_rate = -log2e;
-        linear_rate = -2.0f * log2e / p.linear_beta;
-        beta = p.beta;
-        linear_beta = p.linear_beta;
-        square = p.beta == 4.0f;
-    }
-    // The exponents are capped so that the product of the three denominators stays finite; beyond the caps tanh is -1 and
-    // the sigmoid below 1e-17.
-    __device__ __forceinline__ void exponentials(float a, float b, float& u, float& w, float& v) const {
-        u = exp2_fast(fminf(a * gate_rate, 28.8f));
-        w = square ? u * u : exp2_fast(fminf(a * sigmoid_rate, 57.7f));
-        v = exp2_fast(fminf(b * linear_rate, 23.0f));
+    float linear_beta, rate;
+    __device__ explicit Situ(const Params& p) : linear_beta(p.linear_beta), rate(-2.885390082f / p.linear_beta) {}
+    __device__ __forceinline__ void exponentials(float a, float b, float& u, float& v) const {
+        u = exp2_fast(fminf(a * -0.7213475204f, 28.8f));
+        v = exp2_fast(fminf(b * rate, 23.0f));
     }
     __device__ __forceinline__ float forward(float a, float b) const {
-        float u, w, v;
-        exponentials(a, b, u, w, v);
-        return beta * linear_beta * (1.0f - u) * (1.0f - v) * reciprocal((1.0f + u) * (1.0f + w) * (1.0f + v));
+        float u, v;
+        exponentials(a, b, u, v);
+        const float scale = 4.0f * linear_beta * reciprocal((1.0f + u) * fmaf(u, u, 1.0f) * (1.0f + v));
+        return (1.0f - u) * (1.0f - v) * scale;
     }
     __device__ __forceinline__ void backward(float a, float b, float dh, float& h, float& da, float& db) const {
-        float u, w, v;
-        exponentials(a, b, u, w, v);
-        const float pu = 1.0f + u, pw = 1.0f + w, pv = 1.0f + v;
-        const float r = reciprocal(pu * pw * pv);
-        const float t = (1.0f - u) * pw * pv * r, s = pu * pv * r, y = (1.0f - v) * pu * pw * r;
-        const float gate = beta * t * s, linear = linear_beta * y;
-        h = gate * linear;
-        da = dh * linear * ((1.0f - t * t) * s + gate * (1.0f - s));
-        db = dh * gate * (1.0f - y * y);
+        float u, v;
+        exponentials(a, b, u, v);
+        const float pu = 1.0f + u, pw = fmaf(u, u, 1.0f), pv = 1.0f + v;
+        const float r = reciprocal(pu * pw * pv), q = pv * r;
+        const float t = (1.0f - u) * (pw * q), s = pu * q, y = (1.0f - v) * (pu * pw * r);
+        const float gate = 4.0f * t * s, scaled = linear_beta * y;
+        h = gate * scaled;
+        da = dh * scaled * fmaf(fmaf(-t, t, 1.0f), s, gate * (1.0f - s));
+        db = dh * gate * fmaf(-y, y, 1.0f);
     }
 };
 
@@ -207,17 +208,21 @@ __device__ void prefix_counts(const long long* counts, int experts, int* row_sta
     }
 }
 
+// Position in the ring of stages; both sides advance it once a step.
+struct Ring {
+    u32 stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    }
+};
+
 // ------------------------------------------------------------------------------------------------------- producer
 
-// A scale byte as two bfloat16: 2^(min(s, 128) - 1), which also undoes the decoder's 2^-126, and 2^(max(s, 128) - 128).
-__device__ __forceinline__ u32 forward_factor(u32 s) {
-    return ((min(s, 128u) + 126u) << 7) | ((max(s, 128u) - 1u) << 23);
-}
-__device__ __forceinline__ u32 plain_factor(u32 s) { return s == 0 ? 0x40u : s << 7; }
+// A scale byte s as the bfloat16 2^(s - 1), which also undoes the decoder's 2^-126. Above s = 128 that leaves bfloat16:
+// such a byte is passed as it is with bit 15 set, and the consumer multiplies twice.
+__device__ __forceinline__ u32 factor_code(u32 s) { return s <= 128 ? (s + 126) << 7 : 0x8000u | s; }
 
-__device__ __forceinline__ uint4 shift_right_16(uint4 v) {
-    return make_uint4(__funnelshift_r(v.x, v.y, 16), __funnelshift_r(v.y, v.z, 16), __funnelshift_r(v.z, v.w, 16), v.w >> 16);
-}
+__device__ __forceinline__ u32 byte_of(u32 word, u32 index) { return __byte_perm(word, 0, 0x4440u + index); }
 
 template <int MODE>
 __device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const TensorMap* map_w1, const TensorMap* map_u,
@@ -231,7 +236,7 @@ __device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const T
     const int k_iters = (MODE == 0 || MODE == 2 ? p.latent : MODE == 1 ? p.ffn : 2 * p.ffn) / 64;
     const int w_rows = MODE == 0 || MODE == 3 ? p.ffn : p.latent;           // rows an expert takes in the weight's map
     const int pitch = (MODE == 0 || MODE == 3 ? p.latent : p.ffn) / 32;     // scale bytes of one row
-    u32 it = 0;
+    Ring ring;
     for (; tiles.locate(); tiles.next()) {
         const int boxes = (tiles.valid + BOX_ROWS - 1) / BOX_ROWS;
         const u8* scale;
@@ -249,10 +254,16 @@ __device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const T
 #pragma unroll
             for (int b = 0; b < GROUPS / 2; ++b) words[b] = *(const u32*)(scale + b * 4);
         }
-        for (int k = 0; k < k_iters + (p.lora0 != nullptr); ++k, ++it) {
-            const u32 stage = it % STAGES, parity = (it / STAGES) & 1;
-            const u32 base = smem + stage * STAGE_BYTES, bar = full + stage * 8;
-            barrier_wait(empty + stage * 8, parity ^ 1);
+        if (MODE == 2) {  // the epilogue reads a | b of the tile: have them in the cache by then
+            constexpr int LINES = M_BLOCK * 2 / 128;
+            for (int i = tid; i < tiles.valid * LINES * 2; i += 128) {
+                const int row = i / (2 * LINES), line = i % LINES, half = i / LINES % 2;
+                prefetch(p.pre_in + ((long long)(tiles.row0 + row) * 2 + half) * p.ffn + tiles.m * M_BLOCK + line * 64);
+            }
+        }
+        for (int k = 0; k < k_iters + (p.lora0 != nullptr); ++k, ring.next()) {
+            const u32 base = smem + ring.stage * STAGE_BYTES, bar = full + ring.stage * 8;
+            barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
             if (tid == 0) {
                 const bool lora = k == k_iters;
                 barrier_expect(bar, boxes * BOX_ROWS * 128 + (lora ? 0 : W_BYTES));
@@ -285,9 +296,12 @@ __device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const T
                 if (!TRANSPOSED) {
 #pragma unroll
                     for (int b = 0; b < GROUPS; ++b) {
-                        store_shared_4(factors + (b * 128 + tid) * 4, forward_factor(bytes[b].x & 255));
-                        store_shared_4(factors + (M_BLOCK + b * 128 + tid) * 4, forward_factor((bytes[b].x >> 8) & 255));
-                        bytes[b] = shift_right_16(bytes[b]);
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const u32 code = factor_code(byte_of(bytes[b].x, (k & 1) * 2 + half));
+                            store_shared_4(factors + (half * M_BLOCK + b * 128 + tid) * 4, code * 0x10001u);
+                        }
+                        if (k & 1) bytes[b] = make_uint4(bytes[b].y, bytes[b].z, bytes[b].w, 0);
                     }
                     if (k % 8 == 2 && k + 8 < k_iters)
 #pragma unroll
@@ -300,7 +314,7 @@ __device__ void produce(const TensorMap* map_x, const TensorMap* map_w0, const T
                     const int slot = ((f >> 1) & 3) * 16 + (f >> 3) * 2 + (f & 1);
 #pragma unroll
                     for (int i = 0; i < 2 * GROUPS; ++i)
-                        store_shared_2(factors + (((tid & 1) * 2 * GROUPS + i) * 64 + slot) * 2, plain_factor((words[i / 4] >> (8 * (i % 4))) & 255));
+                        store_shared_2(factors + (((tid & 1) * 2 * GROUPS + i) * 64 + slot) * 2, factor_code(byte_of(words[i / 4], i % 4)));
                     const int half = k_iters / 2;
                     if (k + PREFETCH < k_iters) {
                         const bool second = MODE == 3 && k + PREFETCH >= half;
@@ -327,50 +341,74 @@ __device__ __forceinline__ u32 decode_byte(u32 word, u32 pick) {
     return ((q << 6) & 0x80008000u) | (q & 0x01c001c0u);
 }
 
-// A operands of 32 inputs, a[block][step][register]; `codes` addresses this thread's first row of block 0.
-template <int MODE>
-__device__ __forceinline__ void decode_forward(u32 (&a)[2][2][4], u32 w, const u32 (&rows)[4], u32 factor_address, int half, u32 pick) {
-    const uint4 factor = load_shared_16(factor_address + half * (M_BLOCK * 4));
-    const u32 f[4] = {factor.x, factor.y, factor.z, factor.w};
+// What a thread reads from shared memory for 32 inputs, before it is decoded.
+template <int MODE> struct Codes {
+    static constexpr bool TRANSPOSED = MODE >= 2;
+    u32 words[16];  // forward: 16 bytes of four rows; transposed: two features of eight inputs, even and odd input of a pair
+    u32 factors[4];
+
+    // `w` is this thread's first row (or even input), `odd` the odd input; both for half 0 of the stage.
+    __device__ __forceinline__ void load(u32 w, u32 odd, u32 factor_address, int half) {
+        const uint4 f = load_shared_16(factor_address + half * (TRANSPOSED ? 16 : M_BLOCK * 4));
+        factors[0] = f.x, factors[1] = f.y, factors[2] = f.z, factors[3] = f.w;
+        if (TRANSPOSED) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint4 c = load_shared_16(w + (rows[i] ^ (half * 16)));
-        const u32 scale = __byte_perm(f[i], 0, 0x1010);
-        a[i / 2][0][i % 2] = mul_bf16x2(decode_byte(c.x, pick), scale);
-        a[i / 2][0][i % 2 + 2] = mul_bf16x2(decode_byte(c.y, pick), scale);
-        a[i / 2][1][i % 2] = mul_bf16x2(decode_byte(c.z, pick), scale);
-        a[i / 2][1][i % 2 + 2] = mul_bf16x2(decode_byte(c.w, pick), scale);
-    }
-    if ((f[0] | f[1] | f[2] | f[3]) & 0x40000000u) {  // a scale above 2: the second factor is not 1
+            for (int c = 0; c < 4; ++c) {
+                words[c] = load_shared_2(w + (half * 32 + c * 8) * 128);
+                words[4 + c] = load_shared_2(odd + (half * 32 + c * 8) * 128);
+            }
+        } else {
+            const u32 base = w ^ (half * 16);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 rest = __byte_perm(f[i], 0, 0x3232);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                u32& v = a[i / 2][r / 2][i % 2 + 2 * (r % 2)];
-                v = mul_bf16x2(v, rest);
+            for (int i = 0; i < 4; ++i) {
+                const uint4 v = load_shared_16(base + (MODE == 0 ? (i % 2) * 32 + (i / 2) * (M_BLOCK / 2) * 32 : i * 32));
+                words[i * 4] = v.x, words[i * 4 + 1] = v.y, words[i * 4 + 2] = v.z, words[i * 4 + 3] = v.w;
             }
         }
     }
-}
 
-// The same for a transposed weight: the step's inputs are rows of W, the four features of a thread are four codes of a row.
-__device__ __forceinline__ void decode_transposed(u32 (&a)[2][2][4], u32 even, u32 odd, u32 factor_address, int half) {
-    const uint4 factor = load_shared_16(factor_address + half * 16);
-    const u32 f[4] = {factor.x, factor.y, factor.z, factor.w};
+    // A operands a[block][step][register], exact in bfloat16 for every code and scale.
+    __device__ __forceinline__ void decode(u32 (&a)[2][2][4], u32 pick) const {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {  // eight inputs each: step c / 2, register pair c % 2
-        const u32 offset = (half * 32 + c * 8) * 128;
-        const u32 v = load_shared_2(even + offset) | (load_shared_2(odd + offset) << 16);
+        for (int i = 0; i < 4; ++i) {  // output feature i of this thread: block i / 2, register row i % 2
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 sign = (v << (12 - 4 * i)) & 0x80008000u;
-            const u32 rest = (i < 2 ? v << (6 - 4 * i) : v >> (4 * i - 6)) & 0x01c001c0u;
-            const u32 unit = mul_bf16x2(sign | rest, 0x7e807e80u);  // times 2^126
-            a[i / 2][c / 2][i % 2 + 2 * (c % 2)] = mul_bf16x2(unit, f[c]);
+            for (int c = 0; c < 4; ++c) {  // inputs 8 c + 2 t and 8 c + 2 t + 1: step c / 2, register column c % 2
+                u32& v = a[i / 2][c / 2][i % 2 + 2 * (c % 2)];
+                if (TRANSPOSED) {
+                    const u32 pair = __byte_perm(words[c], words[4 + c], 0x5410);
+                    const u32 sign = (pair << (12 - 4 * i)) & 0x80008000u;
+                    v = sign | ((i < 2 ? pair << (6 - 4 * i) : pair >> (4 * i - 6)) & 0x01c001c0u);
+                } else {
+                    v = decode_byte(words[i * 4 + c], pick);
+                }
+            }
         }
+        u32 factor[4] = {factors[0], factors[1], factors[2], factors[3]};
+        if ((factor[0] | factor[1] | factor[2] | factor[3]) & 0x80008000u) {  // some scale is above 2: multiply twice
+            u32 extra[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                const u32 even = factor[q] & 0xffff, odd = factor[q] >> 16;
+                extra[q] = (even & 0x8000 ? ((even & 255) - 1) << 7 : 0x3f80u) | (odd & 0x8000 ? ((odd & 255) - 1) << 23 : 0x3f800000u);
+                factor[q] = (even & 0x8000 ? 0x7f00u : even) | (odd & 0x8000 ? 0x7f000000u : odd << 16);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    u32& v = a[i / 2][c / 2][i % 2 + 2 * (c % 2)];
+                    v = mul_bf16x2(v, extra[TRANSPOSED ? c : i]);
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                u32& v = a[i / 2][c / 2][i % 2 + 2 * (c % 2)];
+                v = mul_bf16x2(v, factor[TRANSPOSED ? c : i]);
+            }
     }
-}
+};
 
 __device__ __forceinline__ u64 x_descriptor(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
@@ -415,97 +453,121 @@ __device__ __forceinline__ void multiply_lora(float (&acc)[2][N / 2], const Para
 
 template <int MODE, int N>
 __device__ __forceinline__ void store_tile(float (&acc)[2][N / 2], const Params& p, const Tiles& tiles, int feature) {
-    const int t = threadIdx.x % 4;
+    const int first = threadIdx.x % 4 * 2;
     const Situ situ(p);
+    // Elements from one row to the next of the output (and of a | b).
+    const long long stride = MODE == 0 ? p.ffn : MODE == 2 ? 2 * p.ffn : p.latent;
+    long long offset = (tiles.row0 + first) * stride + feature;
+    long long second = (long long)(tiles.row0 + first) * (MODE == 0 ? 2 * p.ffn : p.ffn) + feature;  // of `extra`
+    uint2 pre[2][2];  // mode 2: a and b of the next two columns
+    auto load_pre = [&](int c, long long o, bool live) {
+        pre[c][0] = pre[c][1] = make_uint2(0, 0);
+        if (live) {
+            pre[c][0] = *(const uint2*)(p.pre_in + o);
+            pre[c][1] = *(const uint2*)(p.pre_in + o + p.ffn);
+        }
+    };
+    if (MODE == 2)
+        for (int c = 0; c < 2; ++c) load_pre(c, offset + c * stride, first + c < tiles.valid);
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
+    for (int j = 0; j < N / 8; ++j, offset += 8 * stride, second += 8 * (MODE == 0 ? 2 * p.ffn : p.ffn)) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            const int n = j * 8 + t * 2 + c;
-            if (n >= tiles.valid) continue;
-            const long long row = tiles.row0 + n;
+            const bool live = j * 8 + first + c < tiles.valid;
+            const long long o = offset + c * stride;
             const float v0 = acc[0][j * 4 + c], v1 = acc[0][j * 4 + 2 + c];
             const float v2 = acc[1][j * 4 + c], v3 = acc[1][j * 4 + 2 + c];
             if (MODE == 0) {
-                *(u32*)(p.out + row * p.ffn + feature) = pack_bf16x2(situ.forward(v0, v2), situ.forward(v1, v3));
-                if (p.extra) {
-                    *(u32*)(p.extra + row * 2 * p.ffn + feature) = pack_bf16x2(v0, v1);
-                    *(u32*)(p.extra + row * 2 * p.ffn + p.ffn + feature) = pack_bf16x2(v2, v3);
+                const u32 h = pack_bf16x2(situ.forward(v0, v2), situ.forward(v1, v3));
+                if (live) *(u32*)(p.out + o) = h;
+                if (p.extra && live) {
+                    u16* extra = p.extra + second + c * 2 * p.ffn;
+                    *(u32*)extra = pack_bf16x2(v0, v1);
+                    *(u32*)(extra + p.ffn) = pack_bf16x2(v2, v3);
                 }
             } else if (MODE == 2) {
-                const uint2 a = *(const uint2*)(p.pre_in + row * 2 * p.ffn + feature);
-                const uint2 b = *(const uint2*)(p.pre_in + row * 2 * p.ffn + p.ffn + feature);
+                const uint2 a = pre[c][0], b = pre[c][1];
+                if (j + 1 < N / 8) load_pre(c, o + 8 * stride, j * 8 + 8 + first + c < tiles.valid);
                 float h[4], da[4], db[4];
                 situ.backward(low_float(a.x), low_float(b.x), v0, h[0], da[0], db[0]);
                 situ.backward(high_float(a.x), high_float(b.x), v1, h[1], da[1], db[1]);
                 situ.backward(low_float(a.y), low_float(b.y), v2, h[2], da[2], db[2]);
                 situ.backward(high_float(a.y), high_float(b.y), v3, h[3], da[3], db[3]);
-                u16* out = p.out + row * 2 * p.ffn + feature;
-                *(uint2*)out = make_uint2(pack_bf16x2(da[0], da[1]), pack_bf16x2(da[2], da[3]));
-                *(uint2*)(out + p.ffn) = make_uint2(pack_bf16x2(db[0], db[1]), pack_bf16x2(db[2], db[3]));
-                if (p.extra)
-                    *(uint2*)(p.extra + row * p.ffn + feature) = make_uint2(pack_bf16x2(h[0], h[1]), pack_bf16x2(h[2], h[3]));
-            } else {
-                *(uint2*)(p.out + row * p.latent + feature) = make_uint2(pack_bf16x2(v0, v1), pack_bf16x2(v2, v3));
+                if (live) {
+                    *(uint2*)(p.out + o) = make_uint2(pack_bf16x2(da[0], da[1]), pack_bf16x2(da[2], da[3]));
+                    *(uint2*)(p.out + o + p.ffn) = make_uint2(pack_bf16x2(db[0], db[1]), pack_bf16x2(db[2], db[3]));
+                }
+                if (p.extra && live)
+                    *(uint2*)(p.extra + second + c * p.ffn) = make_uint2(pack_bf16x2(h[0], h[1]), pack_bf16x2(h[2], h[3]));
+            } else if (live) {
+                *(uint2*)(p.out + o) = make_uint2(pack_bf16x2(v0, v1), pack_bf16x2(v2, v3));
             }
         }
     }
 }
 
 template <int MODE, int N>
-__device__ __forceinline__ void consume_tile(const Params& p, const Tiles& tiles, u32& it, u32 smem, u32 full, u32 empty) {
-    constexpr bool TRANSPOSED = MODE >= 2;
+__device__ __forceinline__ void consume_tile(const Params& p, const Tiles& tiles, Ring& ring, u32 smem, u32 full, u32 empty) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int group = threadIdx.x / 128 - 1, warp = (threadIdx.x / 32) % 4;
     const int k_iters = (MODE == 0 || MODE == 2 ? p.latent : MODE == 1 ? p.ffn : 2 * p.ffn) / 64;
     // First output feature of this thread; it owns two (mode 0) or four neighbours.
     const int feature = MODE == 0 ? tiles.m * (M_BLOCK / 2) + group * 64 + warp * 16 + g * 2
                                   : tiles.m * M_BLOCK + group * 128 + warp * 32 + g * 4;
+    // Where this thread reads in a stage. Forward: 32-byte rows, their halves swapped where bit 2 of the row is set.
+    // Transposed: 128-byte rows, their 16-byte chunks permuted by the row's last three bits.
+    u32 codes_at, odd_at = 0, factors_at = X_BYTES + W_BYTES;
+    if (MODE >= 2) {
+        const u32 chunk = (group % 2) * 4 + warp, box = X_BYTES + (group / 2) * 2 * W_BOX_BYTES;
+        codes_at = box + (2 * t) * 128 + ((chunk ^ (2 * t)) << 4) + 2 * g;
+        odd_at = box + (2 * t + 1) * 128 + ((chunk ^ (2 * t + 1)) << 4) + 2 * g;
+        factors_at += (group * 4 + warp) * 128 + t * 32;
+    } else {
+        const u32 row = MODE == 0 ? group * 64 + warp * 16 + g * 2 : group * 128 + warp * 32 + g * 4;
+        codes_at = X_BYTES + row * 32 + ((row >> 2) & 1) * 16;
+        factors_at += (group * 128 + warp * 32 + g * 4) * 4;
+    }
+    const u32 pick = 0x4440u | t;
     float acc[2][N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
 
-    u32 rows[4], even = 0, odd = 0, factor;
-    if (!TRANSPOSED) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // 32-byte rows, their two 16-byte halves swapped where bit 2 of the row is set
-            const u32 row = MODE == 0 ? (i / 2) * (M_BLOCK / 2) + group * 64 + warp * 16 + g * 2 + i % 2 : group * 128 + warp * 32 + g * 4 + i;
-            rows[i] = row * 32 + ((row >> 2) & 1) * 16;
-        }
-        factor = (group * 128 + warp * 32 + g * 4) * 4;
-    } else {
-        const u32 chunk = (group % 2) * 4 + warp, box = (group / 2) * 2 * W_BOX_BYTES;
-        even = box + (2 * t) * 128 + ((chunk ^ (2 * t)) << 4) + 2 * g;
-        odd = box + (2 * t + 1) * 128 + ((chunk ^ (2 * t + 1)) << 4) + 2 * g;
-        factor = (group * 4 + warp) * 128 + t * 32;
-    }
-    const u32 pick = 0x4440u | t;
-    u32 previous = 0;
+    Codes<MODE> codes;
+    u32 base = smem + ring.stage * STAGE_BYTES, previous = 0;
+    barrier_wait(full + ring.stage * 8, ring.parity);
+    codes.load(base + codes_at, base + odd_at, base + factors_at, 0);
 #pragma unroll 1
-    for (int k = 0; k < k_iters; ++k, ++it) {
-        const u32 stage = it % STAGES, x = smem + stage * STAGE_BYTES, w = x + X_BYTES;
-        barrier_wait(full + stage * 8, (it / STAGES) & 1);
-        const u64 desc = x_descriptor(x);
+    for (int k = 0; k < k_iters; ++k) {
+        const u64 desc = x_descriptor(base);
+        const u32 stage = ring.stage;
         u32 a0[2][2][4], a1[2][2][4];
-        if (TRANSPOSED) decode_transposed(a0, w + even, w + odd, w + W_BYTES + factor, 0);
-        else decode_forward<MODE>(a0, w, rows, w + W_BYTES + factor, 0, pick);
+        codes.decode(a0, pick);
+        codes.load(base + codes_at, base + odd_at, base + factors_at, 1);
         multiply<N>(acc, a0, desc);
         wgmma_wait<1>();
         if (k > 0 && lane == 0) barrier_arrive(empty + previous * 8);
         previous = stage;
-        if (TRANSPOSED) decode_transposed(a1, w + even, w + odd, w + W_BYTES + factor, 1);
-        else decode_forward<MODE>(a1, w, rows, w + W_BYTES + factor, 1, pick);
+        // The next stage's barrier is asked early and its codes are read before the products that hide the latency.
+        ring.next();
+        const bool more = k + 1 < k_iters;
+        const bool ready = more && barrier_test(full + ring.stage * 8, ring.parity);
+        codes.decode(a1, pick);
+        base = smem + ring.stage * STAGE_BYTES;
+        if (ready) codes.load(base + codes_at, base + odd_at, base + factors_at, 0);
         multiply<N>(acc, a1, desc + 4);
+        if (more && !ready) {
+            barrier_wait(full + ring.stage * 8, ring.parity);
+            codes.load(base + codes_at, base + odd_at, base + factors_at, 0);
+        }
         wgmma_wait<1>();
     }
     wgmma_wait<0>();
     if (lane == 0) barrier_arrive(empty + previous * 8);
     if (p.lora0 != nullptr) {
-        const u32 stage = it % STAGES;
-        barrier_wait(full + stage * 8, (it / STAGES) & 1);
-        multiply_lora<MODE, N>(acc, p, tiles, feature, smem + stage * STAGE_BYTES);
-        if (lane == 0) barrier_arrive(empty + stage * 8);
-        ++it;
+        barrier_wait(full + ring.stage * 8, ring.parity);
+        multiply_lora<MODE, N>(acc, p, tiles, feature, smem + ring.stage * STAGE_BYTES);
+        if (lane == 0) barrier_arrive(empty + ring.stage * 8);
+        ring.next();
     }
     store_tile<MODE, N>(acc, p, tiles, feature);
 }
@@ -534,10 +596,10 @@ __device__ __forceinline__ void grouped(const TensorMap* map_x, const TensorMap*
         produce<MODE>(map_x, map_w0, map_w1, map_u, p, tiles, smem, full, empty);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        u32 it = 0;
+        Ring ring;
         for (; tiles.locate(); tiles.next()) {
-            if (N_SMALL < N_LARGE && tiles.valid <= N_SMALL) consume_tile<MODE, N_SMALL>(p, tiles, it, smem, full, empty);
-            else consume_tile<MODE, N_LARGE>(p, tiles, it, smem, full, empty);
+            if (N_SMALL < N_LARGE && tiles.valid <= N_SMALL) consume_tile<MODE, N_SMALL>(p, tiles, ring, smem, full, empty);
+            else consume_tile<MODE, N_LARGE>(p, tiles, ring, smem, full, empty);
         }
     }
 }

@@ -33,7 +33,6 @@ class _Params(ctypes.Structure):
             for name in ("counts", "scale0", "scale1", "lora0", "lora1", "pre_in", "out", "extra")
         ),
         *((name, ctypes.c_int) for name in ("rows", "experts", "latent", "ffn", "lora_stride")),
-        ("beta", ctypes.c_float),
         ("linear_beta", ctypes.c_float),
     )
 
@@ -46,14 +45,13 @@ class Groups:
     """int64 `[E]`, on the device."""
     weights: PackedExperts
     rows: int
-    beta: float
     linear_beta: float
     tiles: TileSet
 
     @staticmethod
-    def of(x: Tensor, counts: Tensor, weights: PackedExperts, beta: float, linear_beta: float) -> "Groups":
+    def of(x: Tensor, counts: Tensor, weights: PackedExperts, linear_beta: float) -> "Groups":
         tiles = choose_tiles(x.shape[0], weights.num_experts)
-        return Groups(counts.to(x.device), weights, x.shape[0], beta, linear_beta, tiles)
+        return Groups(counts.to(x.device), weights, x.shape[0], linear_beta, tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,6 @@ def _launch(
         latent=g.weights.latent,
         ffn=g.weights.ffn,
         lora_stride=0 if low_rank is None or low_rank.factor.shape[0] == 1 else low_rank.factor[0].numel(),
-        beta=g.beta,
         linear_beta=g.linear_beta,
     )
     rows_map = _tensor_map(rows, _BFLOAT16, (64, 32), _SWIZZLE_128, _PROMOTE_256)
