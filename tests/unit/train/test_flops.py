@@ -33,6 +33,6 @@ def test_training_is_twice_the_forward_and_attention_stops_growing_at_top_k():
 
 
 def test_published_model_needs_about_the_operations_of_its_active_weights():
-    # by hand: 92 x (48 experts' matrices 0.53 B + shared 0.13 B + latent 0.05 B), 69 KDA 0.45 B, 24 MLA 0.43 B, head 1.2 B
+    # by hand: 92 x (16 experts 0.53 B + shared 0.13 B + latent 0.05 B), 69 KDA 0.45 B, 24 MLA 0.43 B, head 1.2 B
     per_token = forward_flops(KIMI_K31, [4096]) / 4096
     assert per_token == pytest.approx(2 * 1.05e11, rel=0.25)
