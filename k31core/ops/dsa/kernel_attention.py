@@ -14,7 +14,9 @@ import triton.language as tl
 
 HEADS = 32
 """Heads a program; more make the register tiles spill."""
-KEYS_FORWARD = 64
+KEYS_FORWARD = 32
+WARPS_FORWARD = 4
+STAGES_FORWARD = 2
 KEYS_BACKWARD = 32
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -118,7 +120,8 @@ class _SparseLatentAttention(torch.autograd.Function):
         if queries:
             _forward[(queries, triton.cdiv(heads, HEADS))](
                 q, kv, indices, out, lse, heads, topk, scale, L=value_width, R=width - value_width, HEADS=HEADS,
-                KEYS=KEYS_FORWARD, TOPK_P2=triton.next_power_of_2(topk), num_warps=8, num_stages=2,
+                KEYS=KEYS_FORWARD, TOPK_P2=triton.next_power_of_2(topk),
+                num_warps=WARPS_FORWARD, num_stages=STAGES_FORWARD,
             )  # fmt: skip
         ctx.save_for_backward(q, kv, indices, out, lse)
         ctx.options = (scale, value_width)

@@ -44,7 +44,7 @@ def kda_chunk(
         safe_gate=bounded_gate,
         cu_seqlens=cu_seqlens.to(torch.int64),
     )
-    return o[0], state
+    return o.squeeze(0), state  # a view, also backward; o[0] would copy its whole gradient
 
 
 def kda_gated(
@@ -79,4 +79,4 @@ def kda_gated(
         A_log=A_log,
         dt_bias=dt_bias,
     )
-    return o[0], state
+    return o.squeeze(0), state

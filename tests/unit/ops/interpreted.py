@@ -51,7 +51,7 @@ def check_situ():
     )
     x = torch.logspace(-8, 2, 64)[None]
     exact = situ_reference.situ_glu(x.double(), x.double(), beta=4.0, linear_beta=25.0)
-    assert ((situ_kernel.situ_glu(x, x, 4.0, 25.0) - exact).abs() / exact.abs()).max() < 1e-6
+    assert ((situ_kernel.situ_glu(x, x, 4.0, 25.0) - exact).abs() / exact.abs()).max() < 2e-6
 
 
 def check_attn_res():
