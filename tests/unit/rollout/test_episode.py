@@ -28,6 +28,25 @@ def test_groups_in_order_whatever_finishes_first():
     assert result.cursor == {"source": 3, "requeued": []}
 
 
+def test_grading_runs_beside_generation():
+    """The last answer ends only when the first has been graded: a step that graded afterwards would hang."""
+    graded = asyncio.Event()
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request):
+            if request.request_id == "3-1-1":
+                await asyncio.wait_for(graded.wait(), timeout=10)
+            return await super().generate(request)
+
+    class Grader(ScriptedGrader):
+        async def grade(self, response, label, **options):
+            if response == "3-0-0":
+                graded.set()
+            return await super().grade(response, label, **options)
+
+    assert len(step(["10"], Engine(), grader=Grader()).groups) == 2
+
+
 def test_seeds_are_distinct_and_repeatable():
     first, second = ScriptedEngine(), ScriptedEngine()
     step(["10"], first, groups=4, samples=2)
