@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 def _hub_is_away(_task: Any, _run: Any, state: Any) -> bool:
     """Retry condition: only a Hub that does not answer gets better by waiting."""
-    return isinstance(state.result(raise_on_failure=False), HubUnreachableError)
+    return isinstance(state.data, HubUnreachableError)
 
 
 @task(
