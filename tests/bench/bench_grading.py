@@ -1,0 +1,147 @@
+"""By hand: how many answers a second, and ten thousand hostile ones.
+
+python -m tests.bench.bench_grading speed      throughput of both graders, and of bare math-verify processes
+python -m tests.bench.bench_grading hostile    10,000 hostile answers: verdicts, kills, time, nothing executed
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from k31core.grading.extract import text_for_math_verify
+from k31core.grading.pool import GraderPool
+from k31core.grading.verdict import FAULTS
+from tests.unit.grading.hostile import hand_written, responses
+
+_SENTENCE = "We add the two terms and simplify, which gives the value below after a little algebra. "
+_OTHER = (
+    ("\\frac{1}{2}", "0.5"),
+    ("\\sqrt{12}", "2\\sqrt{3}"),
+    ("x^2-1", "(x-1)(x+1)"),
+    ("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt{3}}{2}"),
+    ("2\\pi", "6\\pi/3"),
+    ("(1,2)", "(1,2)"),
+    ("7\\frac{3}{4}", "31/4"),
+    ("\\frac{3\\pi}{4}", "\\frac{\\pi}{4}"),
+    ("x+1", "2x+1"),
+    ("3\\sqrt{2}", "2\\sqrt{3}"),
+    ("[0,1)", "[0,1]"),
+    ("\\text{even}", "odd"),
+    ("1-\\ln 2", "\\ln 2"),
+)
+"""(answer, label) pairs whose label is no integer."""
+
+
+def rows(count: int, integer_share: float, seed: int = 0) -> list[tuple[str, str]]:
+    """Answers as a math policy gives them: `integer_share` of the labels are integers, six of ten are right."""
+    source = random.Random(seed)
+    made = []
+    for _ in range(count):
+        if source.random() < integer_share:
+            label = str(source.randint(0, 999))
+            answer = label if source.random() < 0.6 else str(source.randint(0, 999))
+        else:
+            answer, label = source.choice(_OTHER)
+        text = _SENTENCE * source.randint(5, 40)
+        made.append((f"{text}</think>{_SENTENCE * 3}The answer is $\\boxed{{{answer}}}$.", label))
+    return made
+
+
+def speed(seconds: float) -> None:
+    """Prints rows a second of the pool, and of two bare processes with math-verify as it is."""
+    batch = rows(4000, 0.8)
+    with GraderPool(workers=2) as pool:
+        pool.grade_many(batch[:50], graders=("both",))
+        for graders in (("deepscaler",), ("math_verify",), ("both",)):
+            started, done = time.monotonic(), 0
+            while time.monotonic() - started < seconds:
+                part = batch[done % 4000 : done % 4000 + 200]
+                pool.grade_many(part, graders=graders)
+                done += len(part)
+            rate = done / (time.monotonic() - started)
+            print(f"pool, {'+'.join(graders)}: {rate:.0f} rows/s", flush=True)
+        print(f"kills {pool.kills}, crashes {pool.crashes}")
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2, initializer=_bare_start) as bare:
+        bare.map(_bare_rate, [(batch[:20], 0.1)] * 2)
+        rates = bare.map(_bare_rate, [(batch, seconds)] * 2, chunksize=1)
+    print(f"two bare processes, math_verify: {sum(rates):.0f} rows/s")
+
+
+def _bare_start() -> None:
+    import math_verify  # noqa: F401 - imported before the clock starts
+
+
+def _bare_rate(work: tuple[list[tuple[str, str]], float]) -> float:
+    """Rows a second of math-verify as anyone would call it, in this process."""
+    from math_verify import parse, verify
+
+    batch, seconds = work
+    started, done = time.monotonic(), 0
+    while time.monotonic() - started < seconds:
+        response, label = batch[done % len(batch)]
+        verify(parse(f"\\boxed{{{label}}}"), parse(text_for_math_verify(response)))
+        done += 1
+    return done / (time.monotonic() - started)
+
+
+def hostile(count: int, wall_s: float, seed: int) -> None:
+    """Grades hostile answers with both graders and prints what happened; exits with 1 if anything went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        canary = Path(folder) / "executed"
+        pairs = responses(count, seed, canary)
+        with GraderPool(workers=2, wall_limit_s=wall_s, cpu_limit_s=wall_s, memory_limit_mb=512) as pool:
+            pool.grade_many([("x</think>\\boxed{1}", "1")] * 2, graders=("both",))
+            started = time.monotonic()
+            slowest, verdicts = 0.0, []
+            for first in range(0, count, 50):
+                before = time.monotonic()
+                verdicts += pool.grade_many(pairs[first : first + 50], graders=("both",))
+                slowest = max(slowest, time.monotonic() - before)
+            elapsed = time.monotonic() - started
+            after = pool.grade_many([("x</think>\\boxed{\\sqrt{12}}", "2\\sqrt{3}")] * 100, graders=("both",))
+            healthy = all((v.deepscaler, v.math_verify) == (1, 1) for v in after)
+            kills, crashes = pool.kills, pool.crashes
+        executed = canary.exists()
+    valid = all(v.deepscaler in (0, 1) and v.math_verify in (0, 1) for v in verdicts)
+    report = {
+        "answers": count,
+        "hand_written": len(hand_written(canary)),
+        "seconds": round(elapsed, 1),
+        "slowest_50": round(slowest, 1),
+        "kills": kills,
+        "crashes": crashes,
+        "all_verdicts_0_or_1": valid,
+        "executed": executed,
+        "pool_healthy_after": healthy,
+        "deepscaler": dict(Counter(str(v.deepscaler_reason) for v in verdicts)),
+        "math_verify": dict(Counter(str(v.math_verify_reason) for v in verdicts)),
+        "faulty_share": sum(v.math_verify_reason in FAULTS for v in verdicts) / count,
+    }
+    print(json.dumps(report, indent=1))
+    sys.exit(0 if valid and healthy and not executed else 1)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("speed", "hostile"))
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--wall-s", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if options.what == "speed":
+        speed(options.seconds)
+    else:
+        hostile(options.count, options.wall_s, options.seed)
+
+
+if __name__ == "__main__":
+    main()
