@@ -52,19 +52,19 @@ def floor():
 
 
 def situ():
-    from k31core.ops.situ import reference, situ_glu
+    from k31core.ops.situ import kernel, reference, situ_glu
 
-    for rows, width in ((16384, 6144), (4096, 33792)):
+    for rows, width, kernel.BLOCK in ((16384, 6144, 2048), (16384, 6144, 4096), (4096, 33792, 4096)):
         wide = torch.randn(rows, 2 * width, device="cuda", dtype=BF16) * 4
         gate, up = (x.detach().requires_grad_() for x in wide.chunk(2, -1))
         size = rows * width * 2 / 1e9
         line(
-            f"situ {rows}x{width} forward",
+            f"situ {rows}x{width} block {kernel.BLOCK} forward",
             timed(lambda: situ_glu(gate, up, beta=4.0, linear_beta=25.0)),
             gigabytes=3 * size,
         )
         back = gradient(lambda: situ_glu(gate, up, beta=4.0, linear_beta=25.0), (gate, up))
-        line(f"situ {rows}x{width} backward", back, gigabytes=5 * size)
+        line(f"situ {rows}x{width} block {kernel.BLOCK} backward", back, gigabytes=5 * size)
         line("  torch reference forward", timed(lambda: reference.situ_glu(gate, up, beta=4.0, linear_beta=25.0)))
 
 
@@ -72,15 +72,17 @@ def attn_res():
     from k31core.ops.attn_res import attn_res_mix, kernel, reference
 
     norm, proj = torch.randn(7168, device="cuda"), torch.randn(1, 7168, device="cuda") * 0.02
-    for snapshots in (2, 8):
+    for snapshots in (8, 2):
         rows = [torch.randn(8192, 7168, device="cuda", dtype=BF16).requires_grad_() for _ in range(snapshots + 1)]
         size = 8192 * 7168 * 2 / 1e9
-        for warps in (4, 8, 16):
-            kernel.WARPS = warps
-            mix = lambda r=rows: attn_res_mix(r[:-1], r[-1], norm, proj, 1e-5)
-            line(f"attn_res n={snapshots} warps={warps} forward", timed(mix), gigabytes=(snapshots + 2) * size)
+        mix = lambda r=rows: attn_res_mix(r[:-1], r[-1], norm, proj, 1e-5)
+        for kernel.TOKENS, kernel.STAGES_FORWARD in ((1, 3), (4, 3), (8, 3), (4, 4)):
+            name = f"attn_res n={snapshots} tokens={kernel.TOKENS} stages={kernel.STAGES_FORWARD} forward"
+            line(name, timed(mix), gigabytes=(snapshots + 2) * size)
+        for kernel.TOKENS, kernel.STAGES_BACKWARD in ((1, 3), (4, 2), (4, 3)):
             back = gradient(mix, rows)
-            line(f"attn_res n={snapshots} warps={warps} backward", back, gigabytes=(2 * snapshots + 3) * size)
+            name = f"attn_res n={snapshots} tokens={kernel.TOKENS} stages={kernel.STAGES_BACKWARD} backward"
+            line(name, back, gigabytes=(2 * snapshots + 3) * size)
         line("  torch reference forward", timed(lambda r=rows: reference.attn_res_mix(r[:-1], r[-1], norm, proj, 1e-5)))
 
 
@@ -195,9 +197,10 @@ class _Nothing:
 
 
 def attention():
+    from k31core.ops.dsa import kernel_attention as kernel
     from k31core.ops.dsa import sparse_latent_attention, sparse_mla_attention
 
-    for tokens, heads in ((8192, 24), (16384, 24)):
+    for tokens, heads in ((16384, 24),):
         q = (torch.randn(tokens, heads, 576, device="cuda", dtype=BF16)).requires_grad_()
         kv = torch.randn(tokens, 576, device="cuda", dtype=BF16).requires_grad_()
         position = torch.arange(tokens, device="cuda")
@@ -211,7 +214,13 @@ def attention():
 
         run = lambda a=q, b=kv, i=indices: sparse_latent_attention(a, b, i, scale=192**-0.5, value_width=512)
         with torch.no_grad():
-            line(f"sparse attention {tokens} x {heads} heads forward", timed(run), teraflops=flops)
+            for kernel.KEYS_FORWARD, kernel.WARPS_FORWARD, kernel.STAGES_FORWARD in (
+                (32, 4, 2),
+                (32, 8, 3),
+                (64, 8, 2),
+            ):
+                shape = f"{kernel.KEYS_FORWARD} keys, {kernel.WARPS_FORWARD} warps"
+                line(f"sparse attention {tokens} x {heads} forward ({shape})", timed(run), teraflops=flops)
         line(f"sparse attention {tokens} x {heads} heads backward", gradient(run, (q, kv)), teraflops=2.5 * flops)
         dense = [torch.randn(tokens, heads, w, device="cuda", dtype=BF16).requires_grad_() for w in (192, 192, 128)]
         cu = torch.tensor([0, tokens], device="cuda")
