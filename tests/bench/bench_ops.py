@@ -54,7 +54,7 @@ def floor():
 def situ():
     from k31core.ops.situ import kernel, reference, situ_glu
 
-    for rows, width, kernel.BLOCK in ((16384, 6144, 2048), (16384, 6144, 4096), (4096, 33792, 4096)):
+    for rows, width, kernel.BLOCK in ((16384, 6144, 4096), (16384, 6144, 2048), (4096, 33792, 2048)):
         wide = torch.randn(rows, 2 * width, device="cuda", dtype=BF16) * 4
         gate, up = (x.detach().requires_grad_() for x in wide.chunk(2, -1))
         size = rows * width * 2 / 1e9

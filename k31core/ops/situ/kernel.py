@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048
-"""Elements of one row a program handles."""
+BLOCK, WIDE_BLOCK, WIDE = 2048, 4096, 16384
+"""Elements of one row a program handles, and the larger number for rows of at least `WIDE`; as measured."""
 
 
 @triton.jit
@@ -105,11 +105,12 @@ class _SituGlu(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
         a, b = _rows(gate), _rows(up)
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        blocks = triton.cdiv(a.shape[1], BLOCK)
+        block = WIDE_BLOCK if a.shape[1] >= WIDE else BLOCK
+        blocks = triton.cdiv(a.shape[1], block)
         if a.numel():
             _forward[(a.shape[0] * blocks,)](
                 a, b, out, a.shape[1], a.stride(0), b.stride(0), blocks,
-                BETA=beta, LINEAR_BETA=linear_beta, BLOCK=BLOCK, FAST=a.is_cuda, num_warps=8,
+                BETA=beta, LINEAR_BETA=linear_beta, BLOCK=block, FAST=a.is_cuda, num_warps=8,
             )  # fmt: skip
         ctx.save_for_backward(gate, up)
         ctx.options = (beta, linear_beta)
@@ -121,11 +122,12 @@ class _SituGlu(torch.autograd.Function):
         beta, linear_beta = ctx.options
         a, b, dy = _rows(gate), _rows(up), grads[0].contiguous()
         grad_gate, grad_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
-        blocks = triton.cdiv(a.shape[1], BLOCK)
+        block = WIDE_BLOCK if a.shape[1] >= WIDE else BLOCK
+        blocks = triton.cdiv(a.shape[1], block)
         if a.numel():
             _backward[(a.shape[0] * blocks,)](
                 a, b, dy, grad_gate, grad_up, a.shape[1], a.stride(0), b.stride(0), blocks,
-                BETA=beta, LINEAR_BETA=linear_beta, BLOCK=BLOCK, FAST=a.is_cuda, num_warps=8,
+                BETA=beta, LINEAR_BETA=linear_beta, BLOCK=block, FAST=a.is_cuda, num_warps=8,
             )  # fmt: skip
         return grad_gate, grad_up, None, None
 
