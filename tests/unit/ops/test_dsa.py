@@ -105,6 +105,15 @@ def test_attention_equals_loops(selected, rows):
     torch.testing.assert_close(got, attention_loops(q[queries], k, v, allowed, 0.3))
 
 
+def test_bf16_attention_has_an_fp32_softmax():
+    cu = bounds([30, 20])
+    q, k, v = (torch.randn(50, 2, width).bfloat16() for width in (24, 24, 16))
+    out = sparse_mla_attention(q, k, v, None, cu_seqlens=cu, scale=0.2)
+    exact = sparse_mla_attention(q.double(), k.double(), v.double(), None, cu_seqlens=cu, scale=0.2)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-5)
+
+
 def test_attention_gradient():
     cu = bounds([5, 2])
     make = lambda width: torch.randn(7, 2, width, dtype=torch.float64, requires_grad=True)  # noqa: E731

@@ -120,6 +120,15 @@ def test_step_bits_do_not_depend_on_the_batch(heads, width):
         assert torch.equal(part, full[rows]) and torch.equal(part_new, new[rows])
 
 
+def test_bf16_inputs_are_computed_in_fp32():
+    q, k, v, g, beta = inputs(40, 2, 32, 32, torch.bfloat16)
+    out, state = kda_chunk(q, k, v, g.float(), beta, bounds([25, 15]))
+    expected, expected_state = kda_recurrent(*(x.double() for x in (q, k, v, g.float(), beta)), bounds([25, 15]))
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(state.double(), expected_state, rtol=1e-4, atol=1e-5)
+
+
 def test_gated_form_is_the_composition():
     q, k, v, f = (torch.randn(20, 2, 6, dtype=torch.float64) for _ in range(4))
     logits, a_log, bias = torch.randn(20, 2).double(), torch.randn(2).double(), torch.randn(12).double()
