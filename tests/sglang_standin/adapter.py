@@ -1,9 +1,12 @@
 """An adapter in SGLang's names, back as a logical directory: fails when a name or the configuration is not SGLang's."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 _PREFIX = "base_model.model."
 
@@ -11,15 +14,22 @@ _PREFIX = "base_model.model."
 def to_logical(source: Path, target: Path, *, rank: int, alpha: float) -> None:
     """Write `target` with the checkpoint's names. Raises ValueError as SGLang's loader would."""
     config = json.loads((source / "adapter_config.json").read_text())
+    write_logical(load_file(source / "adapter_model.safetensors"), config, target, rank=rank, alpha=alpha)
+
+
+def write_logical(
+    given: Mapping[str, Tensor], config: Mapping[str, Any], target: Path, *, rank: int, alpha: float
+) -> None:
+    """The same from tensors and a configuration in memory."""
     if (config["peft_type"], config["r"], config["lora_alpha"]) != ("LORA", rank, alpha):
         raise ValueError(f"adapter_config.json has r {config['r']}, lora_alpha {config['lora_alpha']}")
     if not isinstance(config["target_modules"], list) or "w1" in config["target_modules"]:
         raise ValueError(f"target_modules {config['target_modules']} are not PEFT names")
     tensors = {}
-    for name, tensor in load_file(source / "adapter_model.safetensors").items():
+    for name, tensor in given.items():
         if not name.startswith(_PREFIX) or "block_sparse_moe" in name:
             raise ValueError(f"unexpected tensor {name}")
-        tensors[_logical(name.removeprefix(_PREFIX))] = tensor
+        tensors[_logical(name.removeprefix(_PREFIX))] = tensor.contiguous()
     target.mkdir()
     save_file(tensors, target / "adapter_model.safetensors")
     logical = {

@@ -5,9 +5,11 @@ python -m tests.sglang_standin.server --model-path DIR --port N --max-lora-rank 
 
 import argparse
 import asyncio
+import base64
+import pickle
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from k31core.model.build import LoraSpec
+from k31core.ops.digest import unflatten
 from k31core.rollout.engine import AdapterRefusedError, EngineError
 from k31core.rollout.engines.embedded.core import Limits
 from k31core.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from tests.sglang_standin.adapter import to_logical
+from tests.sglang_standin.adapter import to_logical, write_logical
 from tests.sglang_standin.wire import answer_of, request_of, unknown_fields
 
 VERSION = "0.5.22.dev7+gstandin"
@@ -61,12 +64,33 @@ class Standin:
         return Response(orjson.dumps(answer), media_type="application/json")
 
     async def load(self, body: dict[str, Any]) -> Response:
+        return await self._load(
+            "LoadLoRAAdapterReqInput",
+            body,
+            lambda target: to_logical(Path(body["lora_path"]), target, rank=self.lora.rank, alpha=self.lora.alpha),
+        )
+
+    async def load_tensors(self, body: dict[str, Any]) -> Response:
+        def write(target: Path) -> None:
+            (text,) = body["serialized_named_tensors"]
+            if body["load_format"] != "flattened_bucket":
+                raise ValueError(f"load_format {body['load_format']}")
+            tree = pickle.loads(base64.b64decode(text))
+            tensors = unflatten(tree["flattened_tensor"], tuple(tree["metadata"]))
+            write_logical(tensors, body["config_dict"], target, rank=self.lora.rank, alpha=self.lora.alpha)
+
+        return await self._load("LoadLoRAAdapterFromTensorsReqInput", body, write)
+
+    async def _load(self, kind: str, body: dict[str, Any], write: Callable[[Path], None]) -> Response:
+        unknown = unknown_fields(kind, body)
+        if unknown:
+            return update(400, f"unknown fields {unknown}")
         if self.loaded is not None:
             return update(400, f"an adapter is loaded already: {self.loaded}")
         with tempfile.TemporaryDirectory() as folder:
             try:
                 logical = Path(folder) / "logical"
-                to_logical(Path(body["lora_path"]), logical, rank=self.lora.rank, alpha=self.lora.alpha)
+                write(logical)
                 await self.engine.load_adapter(logical, self._loads + 1)
             except (AdapterRefusedError, ValueError, OSError) as problem:
                 return update(400, str(problem))
@@ -123,6 +147,7 @@ def build_app(standin: Standin) -> FastAPI:
     posts = {
         "/generate": standin.generate,
         "/load_lora_adapter": standin.load,
+        "/load_lora_adapter_from_tensors": standin.load_tensors,
         "/unload_lora_adapter": standin.unload,
         "/release_memory_occupation": standin.release,
         "/resume_memory_occupation": standin.resume,

@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 import pytest
 from fastapi import Response
+from safetensors.torch import load_file
 
 from k31core.model.build import LoraSpec
 from k31core.recipe.load import load_recipe, resolve
@@ -19,8 +20,12 @@ from k31core.rl.types import FinishReason
 from k31core.rollout.engine import AdapterRefusedError, EngineError, StaleVersionError
 from k31core.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from k31core.rollout.engines.sglang import open_sglang
+from k31core.rollout.engines.sglang.adapter_files import sglang_name
 from k31core.rollout.engines.sglang.engine import SglangEngine
 from k31core.rollout.engines.sglang.payload import PayloadError
+from k31core.sync.buckets import EngineRank
+from k31core.sync.cuda_ipc import CudaIpcPublisher, IpcExporter
+from k31core.sync.publisher import SyncError
 from tests.contract.engine_cases import ADAPTER, ALPHA, LIMITS, MODEL, RANK, assert_same, prompt, request
 from tests.sglang_standin.engines import recipe_overrides
 from tests.sglang_standin.server import Standin, error, serving, update
@@ -219,6 +224,40 @@ def test_two_servers_share_the_requests_and_both_get_the_adapter() -> None:
             own = [len([b for b in s.requests if b["rid"].startswith("a")]) for s in servers]
             assert own == [4, 4]
             assert all(np.array_equal(c.logprobs, done[0].logprobs) for c in done)
+
+    asyncio.run(main())
+
+
+def test_an_adapter_by_handle_is_the_adapter_from_its_directory() -> None:
+    """The colocated path end to end: exporter, handle, publisher, engine; then a refusal leaves no adapter."""
+
+    class OneTrainer:
+        def __init__(self) -> None:
+            self.exporter = IpcExporter(EngineRank(0, 1, 8), sglang_name, lambda slot: slot)
+
+        async def export(self, version: int) -> list[str]:
+            handle, _ = self.exporter.export([list(load_file(ADAPTER / "adapter_model.safetensors").items())], version)
+            return [handle]
+
+        async def release(self, version: int) -> int:
+            return self.exporter.release(version)
+
+    async def main() -> None:
+        async with faulty() as (engine, (server,)):
+            await engine.load_adapter(ADAPTER, 0)
+            expected = await engine.generate(replace(ASKED, policy_version=0))
+            trainer = OneTrainer()
+            publisher = CudaIpcPublisher(trainer, engine, lambda _: "d" * 64)
+            await publisher.publish(ADAPTER, 1)
+            assert server.weight_version == "k31-v1-2-" + "d" * 16
+            done = await engine.generate(replace(ASKED, policy_version=1))
+            assert np.array_equal(done.logprobs, expected.logprobs)
+            assert trainer.exporter.in_flight.num_bytes == 0
+            server.loaded = None
+            with pytest.raises(SyncError, match=r"version 2: the engine refused .*no adapter is served, publish again"):
+                await publisher.publish(ADAPTER, 2)
+            assert trainer.exporter.in_flight.num_bytes == 0
+            assert (await engine.health()).policy_version == -1
 
     asyncio.run(main())
 

@@ -7,30 +7,24 @@ that is new every time, and every answer must say that it was drawn with exactly
 """
 
 import asyncio
-import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from k31core.recipe.train import LoraRecipe
-from k31core.rl.types import Completion, FinishReason, GenerateRequest, SamplingParams
-from k31core.rollout.engine import AdapterRefusedError, EngineError, EngineHealth, StaleVersionError
-from k31core.rollout.engines.sglang.adapter_files import Factors, check_adapter, write_for_sglang
+from k31core.rl.types import Completion, FinishReason, GenerateRequest
+from k31core.rollout.engine import EngineError, EngineHealth, StaleVersionError
+from k31core.rollout.engines.sglang.adapter_files import Factors
+from k31core.rollout.engines.sglang.adapters import AdapterShelf, EngineLostError, Served
 from k31core.rollout.engines.sglang.client import ServerError, SglangClient
 from k31core.rollout.engines.sglang.launch import ServerProcess
-from k31core.rollout.engines.sglang.payload import (
-    Answer,
-    ModelShape,
-    PayloadError,
-    decode_answer,
-    decode_scores,
-    encode_request,
-)
+from k31core.rollout.engines.sglang.payload import Answer, ModelShape, PayloadError, decode_answer, encode_request
 
+T = TypeVar("T")
 ALL_MEMORY = ["kv_cache", "weights", "cuda_graph"]
-_PROBE_TOKENS = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +44,6 @@ class SglangOptions:
     """Attention DP needs its adapters pinned."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """The adapter that is served, or the base alone."""
-
-    version: int
-    lora_name: str | None
-    weight_version: str
-    directory: Path | None
-
-
 class SglangEngine:
     """See `k31core.rollout.engine.Engine`. Made by `open_sglang`."""
 
@@ -71,13 +55,18 @@ class SglangEngine:
         base_version: str,
     ) -> None:
         self._clients, self._processes, self._options = list(clients), list(processes), options
-        self._base = self._served = _Served(-1, None, base_version, None)
+        self._shelf = AdapterShelf(
+            clients,
+            options.factors,
+            options.lora,
+            pinned=options.pinned_adapters,
+            base=Served(-1, None, base_version, None),
+        )
         self._gate, self._idle = asyncio.Lock(), asyncio.Event()
         self._idle.set()
         self._tasks: dict[str, asyncio.Task[Completion]] = {}
         self._server_of: dict[str, SglangClient] = {}
         self._aborted: set[str] = set()
-        self._loads = 0
         self._awake = self._weights_awake = True
         self._base_lost = self._closed = False
         self._failure = ""
@@ -86,13 +75,13 @@ class SglangEngine:
         """Draw one completion. Raises StaleVersionError, EngineError; ValueError for a request that can never fit."""
         async with self._gate:
             self._require_awake()
-            if request.policy_version != self._served.version:
+            if request.policy_version != self._shelf.served.version:
                 raise StaleVersionError(
                     f"request {request.request_id} wants adapter version {request.policy_version}, version "
-                    f"{self._served.version} is loaded: load the adapter first"
+                    f"{self._shelf.served.version} is loaded: load the adapter first"
                 )
             self._check_fits(request)
-            task = asyncio.create_task(self._generate(request, self._served))
+            task = asyncio.create_task(self._generate(request, self._shelf.served))
             self._tasks[request.request_id] = task
             self._idle.clear()
             task.add_done_callback(lambda _: self._forget(request.request_id))
@@ -111,7 +100,7 @@ class SglangEngine:
         self._check_tokens(tokens)
         async with self._gate:
             self._require_awake()
-            return await self._score_on(self._clients[0], tokens, self._served.lora_name)
+            return await self._shelf.score_on(self._clients[0], tokens, self._shelf.served)
 
     async def load_adapter(self, directory: Path, version: int) -> str:
         """Serve `directory` as `version` on every server once running requests are done; returns its digest.
@@ -121,22 +110,19 @@ class SglangEngine:
         """
         if version < 0:
             raise ValueError(f"adapter version {version}: versions count from 0")
-        options = self._options
-        adapter = await asyncio.to_thread(check_adapter, directory, options.factors, options.lora)
-        renamed = directory.parent / f".{directory.name}.sglang-{self._loads}"
         async with self._gate:
-            self._require_awake()
-            await self._idle.wait()
-            self._require_alive()
-            self._loads += 1
-            name = f"k31-v{version}-{self._loads}"
-            new = _Served(version, name, f"{name}-{adapter.digest[:16]}", directory)
-            try:
-                await asyncio.to_thread(write_for_sglang, adapter, renamed)
-                await self._replace(new, str(renamed))
-            finally:
-                shutil.rmtree(renamed, ignore_errors=True)
-            return adapter.digest
+            await self._drain()
+            return await self._confirmed(self._shelf.load_directory(directory, version))
+
+    async def load_adapter_tensors(self, payloads: Sequence[str], version: int, digest: str) -> None:
+        """Serve what the handles `payloads` (one a rank of the one server) point at as `version`.
+
+        The handles must stay valid until this returns. Raises AdapterRefusedError; there is no way back to an adapter
+        whose handles are gone, so a refusal leaves the engine without one: load a directory or publish again.
+        """
+        async with self._gate:
+            await self._drain()
+            await self._confirmed(self._shelf.load_handles(payloads, version, digest))
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         """End requests early; their `generate` returns with FinishReason.ABORT. Unknown ids are ignored."""
@@ -207,7 +193,7 @@ class SglangEngine:
             problem = "; ".join(answer for answer in answers if answer)
         return EngineHealth(
             alive=not self._closed and not problem,
-            policy_version=self._served.version,
+            policy_version=self._shelf.served.version,
             running=sent,
             waiting=max(0, len(self._tasks) - sent),
             awake=self._awake,
@@ -228,7 +214,7 @@ class SglangEngine:
         for process in self._processes:
             await process.stop()
 
-    async def _generate(self, request: GenerateRequest, served: _Served) -> Completion:
+    async def _generate(self, request: GenerateRequest, served: Served) -> Completion:
         client = min(self._clients, key=lambda c: (c.load, c.url))
         self._server_of[request.request_id] = client
         flat = self._options.flat_candidates
@@ -259,75 +245,18 @@ class SglangEngine:
             request.policy_version,
         )
 
-    async def _replace(self, new: _Served, path: str) -> None:
-        """Old adapter out, new one in, everywhere; on a refusal the old one comes back."""
-        old, done = self._served, list[SglangClient]()
+    async def _drain(self) -> None:
+        """Wait for everything accepted; the gate is held, so nothing new arrives."""
+        self._require_awake()
+        await self._idle.wait()
+        self._require_alive()
+
+    async def _confirmed(self, loading: Awaitable[T]) -> T:
         try:
-            for client in self._clients:
-                done.append(client)
-                await self._load_on(client, new, path, old.lora_name)
-        except (ServerError, PayloadError) as error:
-            await self._restore(done, new, old)
-            raise AdapterRefusedError(
-                f"{new.directory}: the server refused it, the old one is served: {error}"
-            ) from error
-        self._served = new
-
-    async def _load_on(self, client: SglangClient, new: _Served, path: str, old_name: str | None) -> None:
-        assert new.lora_name is not None
-        if old_name is not None:
-            await client.unload_lora(old_name)
-        await client.load_lora(new.lora_name, path, pinned=self._options.pinned_adapters)
-        await client.flush_cache()
-        await client.set_weight_version(new.weight_version)
-        seen = str((await client.model_info()).get("weight_version"))
-        if seen != new.weight_version:
-            raise ServerError(f"{client.url} says its weights are {seen!r} after loading {new.weight_version!r}")
-        await self._score_on(client, _PROBE_TOKENS, new.lora_name)
-
-    async def _restore(self, clients: Sequence[SglangClient], new: _Served, old: _Served) -> None:
-        renamed: Path | None = None
-        try:
-            if old.directory is not None:
-                adapter = await asyncio.to_thread(
-                    check_adapter, old.directory, self._options.factors, self._options.lora
-                )
-                renamed = old.directory.parent / f".{old.directory.name}.sglang-restore"
-                await asyncio.to_thread(write_for_sglang, adapter, renamed)
-            for client in clients:
-                await self._restore_on(client, new, old, renamed)
-        except (EngineError, OSError) as error:
-            self._failure = f"neither the new nor the old adapter could be loaded: {error}; restart the engine"
-            raise EngineError(self._failure) from error
-        finally:
-            if renamed is not None:
-                shutil.rmtree(renamed, ignore_errors=True)
-
-    async def _restore_on(self, client: SglangClient, new: _Served, old: _Served, renamed: Path | None) -> None:
-        for name in (new.lora_name, old.lora_name):
-            if name is None:
-                continue
-            try:
-                await client.unload_lora(name)
-            except ServerError:  # not loaded there: that is what is wanted
-                continue
-        if old.lora_name is not None:
-            await client.load_lora(old.lora_name, str(renamed), pinned=self._options.pinned_adapters)
-        await client.flush_cache()
-        await client.set_weight_version(old.weight_version)
-
-    async def _score_on(
-        self, client: SglangClient, tokens: tuple[int, ...], lora_name: str | None
-    ) -> tuple[float, ...]:
-        params = SamplingParams(1.0, 1.0, 0, 1, (), seed=0)
-        request = GenerateRequest("score", tokens, params, self._served.version)
-
-        def encode(rid: str) -> bytes:
-            body = encode_request(request, rid=rid, lora_name=lora_name, flat=False)
-            return body[:-1] + b',"logprob_start_len":0}'
-
-        body = await client.generate("score", encode)
-        return await asyncio.to_thread(decode_scores, body, tokens, client.url)
+            return await loading
+        except EngineLostError as error:
+            self._failure = str(error)
+            raise
 
     def _forget(self, request_id: str) -> None:
         self._tasks.pop(request_id, None)
