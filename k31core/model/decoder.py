@@ -88,14 +88,26 @@ class DecoderLayer(nn.Module):
         return leave_tp(self.mlp(enter_tp(y, self.mesh)), self.mesh), None
 
     def forward(
-        self, bank: Tensor, prefix: Tensor, cu_seqlens: Tensor, replay: Tensor | None, selection: Tensor | None = None
+        self,
+        bank: Tensor,
+        prefix: Tensor,
+        cu_seqlens: Tensor,
+        experts: Tensor | None = None,
+        keys: Tensor | None = None,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(bank, prefix, experts chosen) after the layer; plain tensors, so that it can be recomputed."""
+        """(bank, prefix, experts chosen) after the layer; plain tensors, so that it can be recomputed.
+
+        experts `[T, k]`, keys `[T, topk]`: what to replay. longest: tokens of the longest sequence, if known.
+        """
         residual = Residual(bank, prefix)
         x = enter_tp(self.attention_input(residual), self.mesh)
-        attended = self.self_attn(x, cu_seqlens) if selection is None else self.self_attn(x, cu_seqlens, selection)
+        if isinstance(self.self_attn, MlaAttention):
+            attended = self.self_attn(x, cu_seqlens, keys, longest)
+        else:
+            attended = self.self_attn(x, cu_seqlens)
         residual = self.after_attention(residual, leave_tp(attended, self.mesh))
-        out, chosen = self.ffn(self.ffn_input(residual), replay)
+        out, chosen = self.ffn(self.ffn_input(residual), experts)
         return residual.bank, residual.prefix + out, chosen
 
 
@@ -149,8 +161,9 @@ class Decoder(nn.Module):
         """
         chosen: dict[int, Tensor] = {}
         bank, prefix = residual
+        longest = int(batch.cu_seqlens.diff().max())
         for index, layer in self.layers.items():
-            inputs = (bank, prefix, batch.cu_seqlens, *self._replayed(batch, index, layer))
+            inputs = (bank, prefix, batch.cu_seqlens, *self._replayed(batch, index, layer), longest)
             if self.build.recompute and torch.is_grad_enabled():
                 bank, prefix, used = checkpoint(layer, *inputs, use_reentrant=False)
             else:

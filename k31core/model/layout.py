@@ -16,7 +16,7 @@ def check_layout(config: ModelConfig, layout: ParallelRecipe, *, world_size: int
             f"but the world has {world_size}"
         )
     divided = (
-        ("MLA heads", config.num_attention_heads, "TP", layout.tp),
+        ("MLA heads", config.num_attention_heads, "TP x CP", layout.tp * layout.cp),
         ("KDA heads", config.kda_num_heads, "TP x CP", layout.tp * layout.cp),
         ("vocabulary", config.vocab_size, "TP", layout.tp),
         ("dense feed-forward width", config.intermediate_size, "TP", layout.tp),

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from k31core.model.build import Build
 from k31core.model.config import DsaConfig, ModelConfig
-from k31core.model.linears import Linear, Split
+from k31core.model.linears import Linear, Split, padded_linear
 from k31core.model.norm import LayerNorm, RmsNorm
-from k31core.ops.dsa import select_keys, sparse_mla_attention
+from k31core.ops.dsa import absorb_query, expand_value, select_keys, sparse_latent_attention, sparse_mla_attention
 from k31core.ops.rowstable import accumulate_dtype, sigmoid
-from k31core.parallel.collectives import gather_sequence
+from k31core.parallel.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 
 
 class Indexer(nn.Module):
@@ -47,6 +47,7 @@ class MlaAttention(nn.Module):
         super().__init__()
         hidden, heads = config.hidden_size, config.num_attention_heads
         _, local = build.mesh.tp.slice_of(heads, "MLA heads")
+        build.mesh.cp.slice_of(local, "MLA heads of a TP rank (dense attention exchanges heads for sequence)")
         self.mesh, self.heads_local = build.mesh, local
         self.nope, self.extra, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.latent_width = config.kv_lora_rank
@@ -78,12 +79,16 @@ class MlaAttention(nn.Module):
         latent, extra = self.kv_a_proj_with_mqa(x).split([self.latent_width, self.extra], dim=-1)
         return torch.cat([self.kv_a_layernorm(latent), extra], dim=-1)
 
-    def keys_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Cached rows `[S, L + R]` -> keys `[S, H, dq]`, values `[S, H, dv]`."""
+    def keys_values(self, latent: Tensor, first: int = 0, heads: int | None = None) -> tuple[Tensor, Tensor]:
+        """Cached rows `[S, L + R]` -> keys `[S, H, dq]`, values `[S, H, dv]`; of `heads` local heads from `first`
+        on."""
+        heads = self.heads_local if heads is None else heads
         normed, extra = latent.split([self.latent_width, self.extra], dim=-1)
-        nope, value = self.kv_b_proj(normed).unflatten(-1, (self.heads_local, -1)).split([self.nope, self.value], -1)
-        shared = extra[:, None].expand(-1, self.heads_local, -1)
-        return torch.cat([nope, shared], dim=-1), value
+        each = self.nope + self.value
+        weight = self.kv_b_proj.weight[first * each : (first + heads) * each]
+        expanded = padded_linear(normed, weight, self.kv_b_proj.row_multiple).unflatten(-1, (heads, each))
+        nope, value = expanded.split([self.nope, self.value], -1)
+        return torch.cat([nope, extra[:, None].expand(-1, heads, -1)], dim=-1), value
 
     def kv_b_halves(self) -> tuple[Tensor, Tensor]:
         """kv_b as (key half `[H, nope, L]`, value half `[H, dv, L]`), for decoding on the latent itself."""
@@ -96,30 +101,64 @@ class MlaAttention(nn.Module):
         opened = sigmoid(gate.to(accumulate_dtype(gate))).to(attended.dtype)
         return self.o_proj(attended.flatten(-2) * opened)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, replay: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor, replay: Tensor | None = None, longest: int | None = None
+    ) -> Tensor:
         """`[T, D]` inside a tensor-parallel region -> partial `[T, D]`. cu_seqlens int `[n + 1]` over all CP chunks.
 
         replay: int `[T, topk]` keys to attend, as positions in the own sequence, -1 for none; a row of -1 selects live.
+        longest: tokens of the longest sequence; while the indexer would take them all it is not asked.
         """
+        q_latent = self.query_latent(x)
+        latent = gather_sequence(self.latent(x), self.mesh.cp)
+        everything = self.indexer is None or (longest is not None and longest <= self.indexer.topk and replay is None)
+        if everything:
+            attended = self._attend_all(self.queries(q_latent), latent, cu_seqlens)
+        else:
+            attended = self._attend_selected(q_latent, x, latent, cu_seqlens, replay)
+        return self.finish(attended, x)
+
+    def _attend_all(self, q: Tensor, latent: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Every causal key. Under CP heads are exchanged for sequence, so that each rank attends whole sequences."""
+        cp = self.mesh.cp
+        first, heads = cp.slice_of(self.heads_local, "MLA heads of a TP rank")
+        keys, values = self.keys_values(latent, first, heads)
+        q = heads_to_sequence(q, cp)
+        return sequence_to_heads(
+            sparse_mla_attention(q, keys, values, None, cu_seqlens=cu_seqlens, scale=self.scale), cp
+        )
+
+    def _attend_selected(
+        self, q_latent: Tensor, x: Tensor, latent: Tensor, cu_seqlens: Tensor, replay: Tensor | None
+    ) -> Tensor:
+        """The keys the indexer selects. Under CP queries stay where they are and see the gathered keys."""
         cp = self.mesh.cp
         rows = None
         if cp.size > 1:
             rows = torch.arange(cp.rank * x.shape[0], (cp.rank + 1) * x.shape[0], device=x.device)
-        q_latent = self.query_latent(x)
-        keys, values = self.keys_values(gather_sequence(self.latent(x), cp))
         indices = self.select(q_latent.detach(), x.detach(), cu_seqlens, rows)
-        if indices is not None and replay is not None:
+        if replay is not None:
             indices = _replayed(replay, indices, cu_seqlens, rows)
-        attended = sparse_mla_attention(
-            self.queries(q_latent), keys, values, indices, cu_seqlens=cu_seqlens, scale=self.scale, rows=rows
-        )
-        return self.finish(attended, x)
+        q = self.queries(q_latent)
+        if x.device.type == "cuda":
+            return self.over_latent(q, latent, indices)
+        keys, values = self.keys_values(latent)
+        return sparse_mla_attention(q, keys, values, indices, cu_seqlens=cu_seqlens, scale=self.scale, rows=rows)
+
+    def over_latent(self, q: Tensor, latent: Tensor, indices: Tensor) -> Tensor:
+        """Attention on the latent rows themselves, `[T, H, dv]`: expanded keys would need a mask of T x T.
+
+        q `[T, H, dq]`, latent `[S, L + R]`, indices int `[T, topk]` rows of it.
+        """
+        key_half, value_half = self.kv_b_halves()
+        absorbed = absorb_query(q, key_half)
+        attended = sparse_latent_attention(absorbed, latent, indices, scale=self.scale, value_width=self.latent_width)
+        return expand_value(attended, value_half)
 
     @torch.no_grad()
-    def select(self, q_latent: Tensor, x: Tensor, cu_seqlens: Tensor, rows: Tensor | None) -> Tensor | None:
-        """Rows of the packed keys each query attends, int32 `[T, topk]`; None where every causal key is attended."""
-        if self.indexer is None:
-            return None
+    def select(self, q_latent: Tensor, x: Tensor, cu_seqlens: Tensor, rows: Tensor | None) -> Tensor:
+        """Rows of the packed keys each query attends, int32 `[T, topk]`."""
+        assert self.indexer is not None
         index_q, index_w = self.indexer.query(q_latent, x)
         index_k = gather_sequence(self.indexer.key(x), self.mesh.cp)
         return select_keys(index_q, index_k, index_w, cu_seqlens=cu_seqlens, topk=self.indexer.topk, rows=rows)

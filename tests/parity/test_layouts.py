@@ -73,7 +73,7 @@ class Cases:
                 attn_res_block_size=2,
                 num_attention_heads=4,
                 kda_heads=4,
-                index_topk=5,
+                index_topk=64 if kind == "short" else 5,
             )
             tensors = random_tensors(raw)
             if kind == "ties":  # every index score is 0: the choice is left to the rule for ties
@@ -130,7 +130,7 @@ def test_every_layout_in_fp64_with_recompute(name: str, cases: Cases, check: Cal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["k3", "ties", "tied"])
+@pytest.mark.parametrize("kind", ["k3", "ties", "tied", "short"])
 @pytest.mark.parametrize("layout", [FULL, {"cp": 4}, {"tp": 2}], ids=["TP2-PP2-CP2-EP4", "CP4", "TP2"])
 def test_other_models(kind: str, layout: dict, cases: Cases, check: Callable[..., None]) -> None:
     check(cases.case(kind), layout, FP32)
@@ -147,6 +147,12 @@ def test_live_routing(layout: dict, cases: Cases, check: Callable[..., None]) ->
 def test_ties_and_small_microbatches(cases: Cases, check: Callable[..., None]) -> None:
     """More microbatches than ranks, some with one sample only, and index scores that are all equal."""
     check(replace(cases.case("ties"), tokens_per_gpu=12), {"cp": 2, "dp": 2, "ep": 4}, FP32)
+
+
+@pytest.mark.parametrize("kind", ["k3", "short"])
+def test_dense_attention_under_cp(kind: str, cases: Cases, check: Callable[..., None]) -> None:
+    """No indexer, or sequences shorter than its top-k: heads are exchanged for sequence."""
+    check(cases.case(kind), {"cp": 2, "ep": 2}, FP32)
 
 
 @pytest.mark.parametrize("change", ["packing", "order", "masked"])

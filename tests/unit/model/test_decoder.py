@@ -15,6 +15,7 @@ from k31core.model.decoder import Decoder, Packed
 from k31core.model.lora import adapter_parameters, trainable_slots
 from k31core.model.mla import MlaAttention
 from k31core.model.weight_names import IGNORED_PREFIXES, adapter_slots, base_slots, expected_names
+from k31core.ops.dsa import sparse_mla_attention
 from tests.model_cases import CASES, ReferenceModel, config_of, load_tensors, random_adapter, write_checkpoint
 
 VARIANTS = {
@@ -150,6 +151,35 @@ def test_indexer_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert not torch.allclose(decoder(replace(batch, selection=newest)), hidden)
         newest[:] = -1
         assert torch.equal(decoder(replace(batch, selection=newest)), hidden)
+
+
+def test_attention_over_the_latent_is_attention_over_expanded_keys(tmp_path: Path) -> None:
+    """The form GPUs use, with gradients, and the dense form while the indexer would take every key."""
+    directory = write_checkpoint(tmp_path / "model", VARIANTS["k31-4-heads-topk-3"])
+    attention = decoder_of(directory, Build(dtype=torch.float64)).layers[2].self_attn
+    assert isinstance(attention, MlaAttention) and attention.indexer is not None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(21, 32, generator=generator, dtype=torch.float64, requires_grad=True)
+    bounds = torch.tensor([0, 9, 21])
+    q, latent = attention.queries(attention.query_latent(x)), attention.latent(x)
+    indices = attention.select(attention.query_latent(x), x, bounds, None)
+    pull = torch.randn(21, 4, 8, generator=generator, dtype=torch.float64)
+    results = []
+    for attended in (
+        attention.over_latent(q, latent, indices),
+        sparse_mla_attention(q, *attention.keys_values(latent), indices, cu_seqlens=bounds, scale=attention.scale),
+    ):
+        (gradient,) = torch.autograd.grad((attended * pull).sum(), x, retain_graph=True)
+        results.append((attended, gradient))
+    for over_latent, expanded in zip(*results, strict=True):
+        assert torch.allclose(over_latent, expanded, rtol=0, atol=1e-12)
+
+    with torch.no_grad():
+        sparse = attention(x, bounds, None, 12)
+        assert torch.equal(sparse, attention(x, bounds))
+        attention.indexer.topk = 12
+        assert torch.equal(attention(x, bounds, None, 12), attention(x, bounds))
+        assert not torch.allclose(attention(x, bounds), sparse)
 
 
 def test_first_step_has_zero_gradient_on_every_a_and_none_on_no_b(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_published_layouts_fit() -> None:
 @pytest.mark.parametrize(
     ("layout", "world", "message"),
     [
-        ({"tp": 4}, None, "MLA heads 6 is not divisible by TP 4"),
+        ({"tp": 4}, None, "MLA heads 6 is not divisible by TP x CP 4"),
         ({"tp": 2, "cp": 3, "ep": 3}, None, "KDA heads 4 is not divisible by TP x CP 6"),
         ({"dp": 3, "ep": 3}, None, "routed experts 8 is not divisible by EP 3"),
         ({"pp": 2}, None, "5 layers do not split over 2 stages"),
