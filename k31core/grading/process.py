@@ -42,12 +42,8 @@ class Template:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(__file__).resolve().parents[2])
-        environment = {
-            "PATH": os.environ.get("PATH", ""),
-            "PYTHONPATH": root,
-            "PYTHONHASHSEED": "0",
-            "OMP_NUM_THREADS": "1",
-        }
+        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+        environment = {**kept, "PYTHONPATH": root, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         limits = (str(self.limits.wall_s), str(self.limits.cpu_s), str(self.limits.memory_mb))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "k31core.grading.template", str(theirs.fileno()), *limits],

@@ -30,7 +30,8 @@ def refusal(text: str) -> str | None:
         return f"nested deeper than {MAX_DEPTH}"
     if _LONG_DIGITS.search(text):
         return f"a number of more than {_MAX_DIGITS} digits"
-    plain = text.replace("**", "^").replace("\\left", "").replace("\\right", "")
+    # One blank for many: the patterns below would look at a long run of blanks from each of them anew.
+    plain = " ".join(text.replace("**", "^").replace("\\left", "").replace("\\right", "").split())
     if _TRIPLE_TOWER.search(plain):
         return "a tower of three or more powers"
     for match in _POWER.finditer(plain):
