@@ -1,7 +1,8 @@
 """Experts at the recipe's shapes on one GPU: time, FLOPs, share of the floor, ratio to dequantise + grouped GEMM.
 
-Run by hand: `python tests/bench/bench_experts.py [--out results.json]`. Inputs are random, times are medians of CUDA
-events.
+Run by hand: `python tests/bench/bench_experts.py [--out results.json]`; `--table results.json` prints the table of a
+saved run without a GPU. Inputs are random, times are medians of CUDA events. The floor of a shape is the larger of
+its FLOPs over the matrix rate and its bytes (each read or written once) over the copy bandwidth, measured in the run.
 """
 
 import argparse
@@ -183,11 +184,53 @@ def bench_peer(weights: PackedExperts, rows: int) -> dict[str, float]:
     }
 
 
+def floor_ms(rows: int, ceilings: dict[str, float]) -> tuple[float, float]:
+    """(floor in ms, bytes) of the forward at a shape where every expert has rows."""
+    weights = EXPERTS * 3 * LATENT * FFN * (1 / 2 + 1 / 32)
+    moved = weights + rows * 2 * (2 * LATENT + 2 * FFN)  # x and y once, h written and read
+    return max(rows * FLOPS_PER_ROW / ceilings["matmul_tflops"] / 1e9, moved / ceilings["copy_tb_s"] / 1e9), moved
+
+
+def table(results: dict) -> str:
+    """Markdown: one line a shape."""
+    limits, peer = results["ceilings"], results["peer"]
+    lines = [
+        f"{results['device']}, torch {results['torch']}: bf16 matrix product {limits['matmul_tflops']:.0f} TFLOP/s, "
+        f"device copy {limits['copy_tb_s']:.2f} TB/s. Dequantise + grouped GEMM at {peer['rows']} rows: "
+        f"{peer['peer_ms']:.2f} ms ({peer['peer_dense_products_ms']:.2f} ms on weights already dense), "
+        f"{peer['peer_transient_gib']:.2f} GiB transient; "
+        f"outputs differ by {peer['difference_ours_to_peer']:.1e} (norm).",
+        "",
+        "| rows | routing | forward ms | TFLOP | GB | TFLOP/s | share of floor | peer / ours | + LoRA | backward ms | "
+        "/ forward | backward + LoRA ms | transient GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results["shapes"]:
+        if "operator_ms" not in r:
+            continue
+        floor, moved = floor_ms(r["rows"], limits)
+        ratio = f"{peer['peer_ms'] / r['forward_ms']:.2f}" if r["rows"] == peer["rows"] else "-"
+        cells = (
+            f"{r['rows']} | {r['kind']} | {r['forward_ms']:.2f}",
+            f"{r['rows'] * FLOPS_PER_ROW / 1e12:.2f} | {moved / 1e9:.2f}",
+            f"{r['forward_tflops']:.0f} | {floor / r['forward_ms']:.0%} | {ratio}",
+            f"{r['operator_lora_ms'] / r['operator_ms']:.3f} | {r['backward_ms']:.2f}",
+            f"{r['backward_ms'] / r['forward_ms']:.2f}",
+            f"{r['operator_backward_lora_ms']:.2f} | {r['transient_gib']:.3f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sweep", action="store_true", help="also time other tile sets")
+    parser.add_argument("--table", type=Path, help="print the table of a saved run and stop")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(json.loads(arguments.table.read_text())))
+        return
     torch.manual_seed(0)
     weights, lora = make_weights(), make_lora()
     results: dict[str, object] = {
@@ -213,6 +256,7 @@ def main() -> None:
     results["shapes"] = rows
     results["peer"] = bench_peer(weights, 32768)
     print(json.dumps(results["peer"]), flush=True)
+    print(table(results))
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1))
 

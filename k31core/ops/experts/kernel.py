@@ -16,7 +16,6 @@ from k31core.ops.experts.kernel_build import enter_context
 from k31core.ops.experts.kernel_launch import LORA_COLUMNS, Groups, LowRank
 from k31core.ops.experts.weights import ExpertLora, ExpertShapeError, PackedExperts, check_lora
 
-
 BETA = 4.0
 """The kernel's SiTU uses that exp(-a) is the square of exp(-2 a / 4)."""
 
@@ -27,8 +26,6 @@ def unsupported(x: Tensor, weights: PackedExperts, lora: ExpertLora | None, beta
         return f"rows are {x.dtype}, the kernel takes bfloat16"
     if beta != BETA:
         return f"the gate's beta is {beta}, the kernel is built for {BETA}"
-    if torch.cuda.get_device_capability(x.device) != (9, 0):
-        return f"{torch.cuda.get_device_name(x.device)} is not a Hopper GPU (compute capability 9.0)"
     multiple = kernel_launch.FEATURE_MULTIPLE
     if weights.latent % multiple or weights.ffn % multiple:
         return f"latent {weights.latent} and FFN {weights.ffn} must be multiples of {multiple}"
@@ -36,6 +33,8 @@ def unsupported(x: Tensor, weights: PackedExperts, lora: ExpertLora | None, beta
         return f"{weights.num_experts} experts, the kernel takes at most {kernel_launch.MAX_EXPERTS}"
     if lora is not None and lora.w1_A.shape[1] > LORA_COLUMNS:
         return f"LoRA rank {lora.w1_A.shape[1]}, the kernel takes at most {LORA_COLUMNS}"
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        return f"{torch.cuda.get_device_name(x.device)} is not a Hopper GPU (compute capability 9.0)"
     return None
 
 
@@ -58,7 +57,8 @@ def expert_mlp_kernel(
     groups = Groups.of(x, counts, weights, linear_beta)
     factors = lora.factors() if lora else ()
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *factors))
-    return _ExpertMlp.apply(x, groups, wanted, lora.scaling if lora else 0.0, *factors)
+    with torch.cuda.device(x.device):  # the driver launches in the current context
+        return _ExpertMlp.apply(x, groups, wanted, lora.scaling if lora else 0.0, *factors)
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -160,7 +160,10 @@ class _Side:
         return LowRank(du, self._inner_down().t().contiguous().unsqueeze(0))
 
     def gradients(self, wide: tuple[Tensor, ...], low: tuple[Tensor, ...], counts: Tensor) -> tuple[Tensor, ...]:
-        """Gradients in the order of `ExpertLora.factors` and each factor's dtype, from fp32 accumulators."""
+        """Gradients in the order of `ExpertLora.factors` and each factor's dtype.
+
+        Accumulated in float32; the shared factors' sums over all rows are rounded to bfloat16 once at the end.
+        """
         from k31core.ops.experts.kernel_lora import outer
 
         x, dpre, h, dy = wide

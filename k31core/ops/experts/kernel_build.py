@@ -6,6 +6,7 @@ build of a tile set takes some 20 s. Everything goes through ctypes, so neither 
 
 import ctypes
 import hashlib
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,12 @@ from pathlib import Path
 import torch
 
 ARCHITECTURE = "sm_90a"
-_ENTRIES = ("experts_gate", "experts_down", "experts_down_backward", "experts_gate_backward")
+_PARTS = ("kernel_device.cuh", "kernel_producer.cuh", "kernel_grouped.cu")
+SERIALISED = b"wgmma.mma_async instructions are serialized"
+"""What the assembler says when it cannot keep the products in flight."""
+
+_log = logging.getLogger(__name__)
+ENTRIES = ("experts_gate", "experts_down", "experts_down_backward", "experts_gate_backward")
 _SMEM_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -59,11 +65,11 @@ def choose_tiles(rows: int, experts: int) -> TileSet:
 
 
 def kernel_source(tiles: TileSet) -> str:
-    """The CUDA source of one tile set: the generated tensor-core wrappers and `kernel_grouped.cu`."""
+    """The CUDA source of one tile set: the generated tensor-core wrappers and the three parts."""
     sizes = f"constexpr int N_SMALL = {tiles.small}, N_LARGE = {tiles.large}, GROUPS = {tiles.groups};"
     head = [sizes, "template <int N> struct WGMMA;"]
     head += [_wgmma_wrapper(n) for n in sorted({tiles.small, tiles.large})]
-    return "\n".join(head) + "\n" + Path(__file__).with_name("kernel_grouped.cu").read_text()
+    return "\n".join(head) + "\n" + "\n".join(Path(__file__).with_name(part).read_text() for part in _PARTS)
 
 
 def _wgmma_wrapper(n: int) -> str:
@@ -89,11 +95,15 @@ def compile_cubin(source: str) -> bytes:
     options = (ctypes.c_char_p * 2)(f"--gpu-architecture={ARCHITECTURE}".encode(), b"--std=c++17")
     status = nvrtc.nvrtcCompileProgram(program, 2, options)
     size = ctypes.c_size_t()
+    _ok(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "log size")
+    log = ctypes.create_string_buffer(size.value)
+    _ok(nvrtc.nvrtcGetProgramLog(program, log), "log")
     if status:
-        _ok(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "log size")
-        log = ctypes.create_string_buffer(size.value)
-        _ok(nvrtc.nvrtcGetProgramLog(program, log), "log")
         raise KernelBuildError(f"NVRTC failed ({status}): {log.value.decode()}")
+    if SERIALISED in log.value:
+        _log.warning(
+            "this compiler serialises the experts' tensor-core products, they will be slow: %s", log.value.decode()
+        )
     _ok(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "cubin size")
     cubin = ctypes.create_string_buffer(size.value)
     _ok(nvrtc.nvrtcGetCUBIN(program, cubin), "cubin")
@@ -120,8 +130,8 @@ def cached_cubin(tiles: TileSet) -> bytes:
 @cache
 def kernel_function(tiles: TileSet, entry: str, device_index: int) -> ctypes.c_void_p:
     """Driver handle of one entry point, loaded in the current context (torch's) of `device_index`."""
-    if entry not in _ENTRIES:
-        raise ValueError(f"entry must be one of {_ENTRIES}, got {entry!r}")
+    if entry not in ENTRIES:
+        raise ValueError(f"entry must be one of {ENTRIES}, got {entry!r}")
     cuda = driver()
     function = ctypes.c_void_p()
     check_driver(cuda.cuModuleGetFunction(ctypes.byref(function), _module(tiles, device_index), entry.encode()))
