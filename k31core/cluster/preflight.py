@@ -75,13 +75,13 @@ def require(problems: Iterable[Problem]) -> None:
         raise PreflightError(f"the cluster is not ready ({len(lines)} problems):\n" + "\n".join(lines))
 
 
-def stale_placement_groups(existing: Mapping[str, str], run_id: str, prefix: str = "k31-") -> list[Problem]:
+def stale_placement_groups(existing: Mapping[str, str], run_id: str, prefix: str = "k31:") -> list[Problem]:
     """Placement groups of earlier runs that still hold resources: `existing` is name → state as Ray lists them."""
     return [
         Problem(
             CLUSTER,
             f"placement group {name!r} ({state}) of another run holds GPUs",
-            f"remove it with `k31 down {name.removeprefix(prefix)}` if that run is over",
+            f"resume or end that run ({name.removeprefix(prefix)}); `k31 down` removes what nobody works on",
         )
         for name, state in sorted(existing.items())
         if name.startswith(prefix) and name != f"{prefix}{run_id}" and state not in ("REMOVED",)
@@ -185,7 +185,11 @@ _MUST_AGREE: tuple[tuple[str, Callable[[NodeReport], str | None], str], ...] = (
     ("image version", lambda r: r.image, "pull the same image on every node"),
     ("architecture", lambda r: r.architecture, "use nodes of one kind"),
     ("Python", lambda r: r.python, "use the same image on every node"),
-    ("checkpoint digest", lambda r: r.checkpoint_digest, "verify the checkpoint there (`k31 verify`) or copy it again"),
+    (
+        "checkpoint digest",
+        lambda r: r.checkpoint_digest,
+        "verify the checkpoint there (`k31 verify-model`) or copy it again",
+    ),
 )
 
 

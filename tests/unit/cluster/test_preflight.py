@@ -68,7 +68,7 @@ FAULTS = {
     "nccl": ({"nccl": "2.27.5"}, r"NCCL is 2\.27\.5, on n0 it is 2\.30\.7"),
     "image": ({"image": None}, r"image version is unknown, on n0 it is v7"),
     "architecture": ({"architecture": "aarch64"}, r"architecture is aarch64"),
-    "digest": ({"checkpoint_digest": "e" * 64}, r"checkpoint digest is eeee.*on n0 it is dddd.*k31 verify"),
+    "digest": ({"checkpoint_digest": "e" * 64}, r"checkpoint digest is eeee.*on n0 it is dddd.*k31 verify-model"),
     "slow clock": ({"started_at": 995.0, "finished_at": 996.0}, r"its clock is off by at least 5\.0 s"),
     "fast clock": ({"started_at": 1019.0, "finished_at": 1020.0}, r"its clock is off by at least 10\.0 s"),
     "disk": ({"save_free_bytes": 10**10}, r"10\.0 GB free in the save directory, the saves need 100\.0 GB"),
@@ -133,7 +133,7 @@ def test_all_problems_are_listed_at_once() -> None:
 
 
 def test_stale_placement_groups_of_other_runs() -> None:
-    groups = {"k31-run-a": "CREATED", "k31-run-b": "CREATED", "k31-run-c": "REMOVED", "other": "CREATED"}
-    (problem,) = stale_placement_groups(groups, "run-b")
-    assert "'k31-run-a' (CREATED)" in problem.what
-    assert "k31 down run-a" in problem.next_step
+    groups = {"k31:/runs/a": "CREATED", "k31:/runs/b": "CREATED", "k31:/runs/c": "REMOVED", "other": "CREATED"}
+    (problem,) = stale_placement_groups(groups, "/runs/b")
+    assert "'k31:/runs/a' (CREATED)" in problem.what
+    assert "resume or end that run (/runs/a)" in problem.next_step
