@@ -17,6 +17,7 @@ from k31core.observe.ledger import Phase
 from k31core.recipe.load import load_recipe
 from k31core.recipe.model import ModelSource, TinyCheckpoint
 from k31core.recipe.recipe import Recipe
+from tasks.convert import convert_for_training
 from tasks.run_directory import Prepared, Request, Run, request_overrides
 from tasks.storage import ContentKey, describe_files
 
@@ -42,6 +43,8 @@ def _prepare(recipe: Recipe, home: Home) -> Prepared:
     from tasks.dataset import prepare_dataset
 
     model_dir = _prepare_model(recipe, home)
+    if recipe.model.ref_load == "torch_dist":
+        convert_for_training(model_dir)
     data = prepare_dataset(recipe.model_dump(mode="json"), str(model_dir), str(home.data))
     return Prepared(model_dir, Path(data["directory"]))
 

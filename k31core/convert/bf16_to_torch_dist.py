@@ -11,40 +11,22 @@ import torch
 import torch.distributed as dist
 
 from k31core.checkpoint.native import NativeCheckpoint
-from k31core.checkpoint.torch_dist import load_torch_dist, save_torch_dist
+from k31core.checkpoint.torch_dist import save_torch_dist
 from k31core.convert.source import check_free_space, check_target
 from k31core.model.build import Build, ExpertFormat
 from k31core.model.config import ModelConfig, load_config
 from k31core.model.decoder import Decoder
-from k31core.model.weight_names import IGNORED_PREFIXES, base_slots, dense_expert_slots, expected_bf16_names
+from k31core.model.weight_names import IGNORED_PREFIXES, expected_bf16_names
 from k31core.parallel.groups import build_mesh, destroy_mesh
 from k31core.parallel.mesh import Mesh, stage_layers
-from k31core.parallel.sharding import Slot
 from k31core.recipe.train import ParallelRecipe
-
-
-def model_facts(config: ModelConfig) -> dict[str, Any]:
-    """What identifies a model in a torch_dist directory."""
-    return {
-        "format": 1,
-        "family": config.family,
-        "num_hidden_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_experts": config.num_experts,
-        "vocab_size": config.vocab_size,
-        "mla_layers": list(config.mla_layers),
-    }
+from k31core.train.base_weights import bf16_slots, model_facts
 
 
 def bf16_decoder(config: ModelConfig, mesh: Mesh, layers: range | None = None) -> Decoder:
     """This rank's share with BF16 experts, no adapter."""
     build = Build(mesh=mesh, dtype=torch.bfloat16, experts=ExpertFormat.DENSE)
     return Decoder(config, build, layers)
-
-
-def bf16_slots(decoder: Decoder) -> list[Slot]:
-    """Every frozen tensor of a decoder with BF16 experts."""
-    return [*base_slots(decoder), *dense_expert_slots(decoder)]
 
 
 def convert_to_torch_dist(hf_checkpoint: Path, save: Path, layout: ParallelRecipe) -> dict[str, Any]:
@@ -71,8 +53,3 @@ def convert_to_torch_dist(hf_checkpoint: Path, save: Path, layout: ParallelRecip
     finally:
         destroy_mesh()
     return facts
-
-
-def load_base(decoder: Decoder, directory: Path) -> None:
-    """Fill a decoder with BF16 experts from a torch_dist directory, at the decoder's own layout (collective)."""
-    load_torch_dist(directory, bf16_slots(decoder), decoder.build.mesh, model_facts(decoder.config))

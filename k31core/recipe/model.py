@@ -1,6 +1,7 @@
 """Which checkpoint is trained, and where its bytes come from."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -72,3 +73,13 @@ class ModelRecipe(Section):
         if self.family == "kimi_k31" and self.ref_load == "torch_dist":
             raise ValueError("model.ref_load 'torch_dist' is the Kimi-K3 path; Kimi-K3.1 loads its native checkpoint")
         return self
+
+
+def bf16_dir(model_dir: Path) -> Path:
+    """Where the BF16 conversion of a checkpoint lies: beside it."""
+    return model_dir.with_name(f"{model_dir.name}-bf16")
+
+
+def torch_dist_dir(model_dir: Path) -> Path:
+    """Where the torch_dist conversion of a checkpoint lies (`model.ref_load: torch_dist`): beside it."""
+    return model_dir.with_name(f"{model_dir.name}-torch-dist")

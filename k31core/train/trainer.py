@@ -12,22 +12,24 @@ import torch
 from torch import Tensor
 
 from k31core.checkpoint.adapter import AdapterConfig, load_adapter, read_adapter_config
-from k31core.checkpoint.native import LoadReport, NativeCheckpoint
+from k31core.checkpoint.native import LoadReport
 from k31core.checkpoint.optimizer_state import OPTIMIZER_DIR, has_optimizer_state, read_optimizer_state
-from k31core.model.build import LORA_TARGETS, Build, LoraSpec
+from k31core.model.build import LORA_TARGETS, Build, ExpertFormat, LoraSpec
 from k31core.model.config import load_config
 from k31core.model.decoder import Decoder, Packed
 from k31core.model.layout import check_layout
 from k31core.model.lora import init_adapter, trainable_slots
-from k31core.model.weight_names import IGNORED_PREFIXES, adapter_slots, base_slots, expected_names
+from k31core.model.weight_names import adapter_slots
 from k31core.parallel.groups import first_complaint
 from k31core.parallel.mesh import SINGLE, Mesh, stage_layers
 from k31core.parallel.sharding import Slot
+from k31core.recipe.model import torch_dist_dir
 from k31core.recipe.recipe import Recipe
 from k31core.rl.candidates import CandidateMode
 from k31core.rl.losses import LossChoice
 from k31core.rl.score_centering import Weighting
 from k31core.train.adamw import AdamSettings, AdamW, AdapterOptimizer
+from k31core.train.base_weights import load_native, load_reference
 from k31core.train.batch import loss_token_count, make_microbatches
 from k31core.train.logical import adapter_digest, export_adapter, export_optimizer, world
 from k31core.train.pipeline import run_pipelined
@@ -178,7 +180,12 @@ class Trainer:
 
 
 def build_trainer(recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE) -> tuple[Trainer, LoadReport]:
-    """Decoder from `model_dir` (checked by name, shape and dtype), adapter memory, AdamW; then see `Trainer`."""
+    """Decoder from `model_dir` (checked by name, shape and dtype), adapter memory, AdamW; then see `Trainer`.
+
+    With `model.ref_load: torch_dist` only the configuration is read from `model_dir`, the weights from the BF16
+    torch_dist directory beside it.
+    """
+    packed = recipe.model.ref_load == "native"
     config = load_config(model_dir)
     if config.family != recipe.model.family:
         raise ResumeError(
@@ -198,15 +205,14 @@ def build_trainer(recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE) -> tu
             seed=recipe.seed,
         ),
         row_multiple=recipe.rollout.engine.row_multiple,
+        experts=ExpertFormat.PACKED if packed else ExpertFormat.DENSE,
         recompute=recipe.train.recompute,
     )
     layout = recipe.train.parallel
     check_layout(config, layout)
     stages = stage_layers(config.num_hidden_layers, layout.pp, layout.first_stage_layers, layout.last_stage_layers)
     decoder = Decoder(config, build, stages[mesh.pp.rank])
-    checkpoint = NativeCheckpoint(model_dir)
-    checkpoint.check_names(expected_names(config), IGNORED_PREFIXES)
-    report = checkpoint.load(base_slots(decoder))
+    report = load_native(decoder, model_dir) if packed else load_reference(decoder, torch_dist_dir(model_dir))
     optimizer = build_optimizer(recipe, trainable_slots(decoder))
     return Trainer(decoder, recipe, optimizer, run_pipelined if mesh.pp.size > 1 else None), report
 

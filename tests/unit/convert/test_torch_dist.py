@@ -26,10 +26,11 @@ def read_back(rank: int, world: int, bf16: str, source: str, layout: dict[str, i
 
     from k31core.checkpoint.native import NativeCheckpoint
     from k31core.checkpoint.tensor_file import TensorFile
-    from k31core.convert.bf16_to_torch_dist import bf16_decoder, bf16_slots, load_base
+    from k31core.convert.bf16_to_torch_dist import bf16_decoder
     from k31core.model.config import load_config
     from k31core.parallel.groups import build_mesh
     from k31core.parallel.mesh import stage_layers
+    from k31core.train.base_weights import bf16_slots, load_reference
 
     parallel = ParallelRecipe(**layout)
     mesh = build_mesh(parallel)
@@ -40,7 +41,7 @@ def read_back(rank: int, world: int, bf16: str, source: str, layout: dict[str, i
     slots = bf16_slots(decoder)
     for slot in slots:
         slot.tensor.detach().fill_(7.0)
-    load_base(decoder, Path(source))
+    load_reference(decoder, Path(source))
     checkpoint = NativeCheckpoint(Path(bf16))
     for slot in slots:
         with TensorFile(checkpoint.directory / checkpoint.shard_of[slot.name]) as file:
