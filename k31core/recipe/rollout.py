@@ -52,6 +52,8 @@ class EngineRecipe(Section):
     """HTTP port of the first engine; engine i takes `port + 100 i`."""
     server_urls: tuple[str, ...] = ()
     """Servers that already run, one per engine (`http://node:30000`): joined, never started or stopped."""
+    python: str | None = None
+    """Interpreter that runs the server (SGLang pins other versions than we do); None is this one."""
     sglang_path: str | None = None
     """Folder with the `sglang` package, put first on the server's PYTHONPATH; None takes the installed one."""
     extra_args: tuple[str, ...] = ()

@@ -84,6 +84,11 @@ def test_a_server_that_never_answers_ends_at_the_deadline(tmp_path: Path) -> Non
     assert time.monotonic() - started < 20
 
 
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"engine 0: cannot run /no/python \(rollout\.engine\.python\): No such file"):
+        ServerProcess.start([], {}, tmp_path / "a.log", what="engine 0", python="/no/python")
+
+
 def test_a_taken_port_names_its_owner() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

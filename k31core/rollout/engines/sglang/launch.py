@@ -34,9 +34,12 @@ class ServerProcess:
         self._process, self.log, self._what = process, log, what
 
     @classmethod
-    def start(cls, args: Sequence[str], environment: Mapping[str, str], log: Path, *, what: str = "SGLang") -> Self:
+    def start(
+        cls, args: Sequence[str], environment: Mapping[str, str], log: Path, *, what: str, python: str | None = None
+    ) -> Self:
         """Start `python -m sglang.launch_server` with its output in `log`."""
-        return cls.start_command([sys.executable, "-m", "sglang.launch_server", *args], environment, log, what=what)
+        command = [python or sys.executable, "-m", "sglang.launch_server", *args]
+        return cls.start_command(command, environment, log, what=what)
 
     @classmethod
     def start_command(
@@ -45,10 +48,15 @@ class ServerProcess:
         """Start any command that serves the same protocol."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=dict(environment), start_new_session=True,
-            )  # fmt: skip
+            try:
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    env=dict(environment), start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise LaunchError(
+                    f"{what}: cannot run {command[0]} (rollout.engine.python): {error.strerror}"
+                ) from error
         return cls(process, log, what)
 
     @property

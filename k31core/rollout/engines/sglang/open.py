@@ -76,7 +76,8 @@ def start_node(recipe: Recipe, model_dir: Path, place: Place, log: Path, card: s
         require_free_port(recipe.rollout.engine.host, server_port(recipe, place.engine))
     args = server_args(recipe, str(model_dir), has, place)
     what = f"SGLang engine {place.engine}, node {place.node_rank}"
-    return ServerProcess.start(args, server_environment(recipe, os.environ, card), log, what=what)
+    environment = server_environment(recipe, os.environ, card)
+    return ServerProcess.start(args, environment, log, what=what, python=recipe.rollout.engine.python)
 
 
 def read_text_config(model_dir: Path) -> dict[str, Any]:
