@@ -19,14 +19,18 @@ _DECIMAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,6})?")
 _THOUSANDS = re.compile(r"\s*-?\d{1,3}(,\d{3})+(\.\d+)?\s*", re.ASCII)
 
 
+class NotANumber(ValueError):
+    """Digits that spell no decimal number, e.g. those of other scripts."""
+
+
 def number_of(text: str) -> sympy.Number:
-    """The sympy number that `text` spells. Raises ValueError for anything but a decimal number."""
+    """The sympy number that `text` spells. Raises NotANumber for anything but a decimal number."""
     text = text.strip()
     if _INTEGER.fullmatch(text):
         return sympy.Integer(int(text))
     if _DECIMAL.fullmatch(text):
         return sympy.Float(text)
-    raise ValueError(f"{text[:40]!r} is no decimal number")
+    raise NotANumber(f"{text[:40]!r} is no decimal number")
 
 
 class _LatexReader(_Latex2Sympy):  # type: ignore[misc]

@@ -18,7 +18,7 @@ from math_verify.parser import get_extraction_regexes
 
 from k31core.grading.algebra import Binary, Call, Node, NotAlgebra, Number, read_algebra
 from k31core.grading.exact import check_size
-from k31core.grading.latex_reader import number_of, read_latex
+from k31core.grading.latex_reader import NotANumber, number_of, read_latex
 from k31core.grading.verdict import Outcome
 from k31core.rl.types import GradeReason
 
@@ -53,7 +53,17 @@ def _same(truth: object, answer: object) -> bool:
 
 
 def extract(text: str) -> list[object]:
-    """The expression that math-verify takes for the answer, and the string it was read from; empty without one."""
+    """The expression that math-verify takes for the answer, and the string it was read from; empty without one.
+
+    A number in other than ASCII digits ends the search without an answer, as it does in math-verify.
+    """
+    try:
+        return _search(text)
+    except NotANumber:
+        return []
+
+
+def _search(text: str) -> list[object]:
     fallback = ""
     patterns = sorted(
         (
