@@ -1,8 +1,4 @@
-"""The digest against plain Python integers, the Triton kernel in the interpreter, and buckets there and back."""
-
-import os
-import subprocess
-import sys
+"""The digest against plain Python integers, and buckets there and back."""
 
 import pytest
 import torch
@@ -138,35 +134,3 @@ def test_bad_buckets_are_refused() -> None:
     tensors["a"].set_(torch.zeros_like(tensors["a"]))
     with pytest.raises(BucketError, match="a moved"):
         next(flattener.buckets())
-
-
-INTERPRETED = """
-import torch
-from k31core.ops.digest.kernel import PIECE_WORDS, copy_and_digest, plan_copies
-from k31core.ops.digest.tensor import byte_view, digest_of_tensor, digests_of_sums
-
-sizes = [1, 8, 13, 8 * PIECE_WORDS, 8 * PIECE_WORDS + 24, 16 * PIECE_WORDS + 5]
-tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
-offsets = [sum((s + 15) // 16 * 16 for s in sizes[:i]) for i in range(len(sizes))]
-entries = [(t.data_ptr(), o, t.numel(), 0) for t, o in zip(tensors, offsets)]
-bucket = torch.full((offsets[-1] + sizes[-1],), 255, dtype=torch.uint8)
-sums = torch.zeros(len(sizes), 2, dtype=torch.int64)
-copy_and_digest(plan_copies(entries, torch.device("cpu")), bucket, sums)
-assert digests_of_sums(sums, sizes) == [digest_of_tensor(t) for t in tensors]
-assert all(torch.equal(bucket[o : o + t.numel()], t) for t, o in zip(tensors, offsets))
-back = [torch.zeros_like(t) for t in tensors]
-entries = [(t.data_ptr(), o, t.numel(), 0) for t, o in zip(back, offsets)]
-copy_and_digest(plan_copies(entries, torch.device("cpu")), bucket, sums.zero_(), out=True)
-assert all(torch.equal(a, b) for a, b in zip(back, tensors))
-assert digests_of_sums(sums, sizes) == [digest_of_tensor(t) for t in tensors]
-print("equal")
-"""
-
-
-def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "equal"
