@@ -85,12 +85,13 @@ def prepare_split(
 
 
 def _holds(directory: Path, digest: str) -> bool:
-    """Whether a whole prepared split of this content is there."""
+    """Whether a prepared split of this content is there, byte for byte."""
     try:
         split = PreparedSplit.open(directory)
     except DataError:
         return False
-    return bool(split.manifest.get("digest") == digest)
+    recorded = [entry.get("sha256") for entry in split.manifest.get("files", [])]
+    return split.manifest.get("digest") == digest and recorded == [_sha256(directory / COLUMNS_FILE)]
 
 
 def content_digest(source: Path, model_dir: Path, settings: PrepareSettings) -> str:

@@ -130,7 +130,9 @@ def test_a_damaged_prepared_file_is_refused(tmp_path: Path, model_dir: Path) -> 
         (directory / COLUMNS_FILE).write_bytes(broken)
         with pytest.raises(DataError, match="not a whole prepared data set"):
             PreparedSplit.open(directory)
-    (directory / COLUMNS_FILE).write_bytes(data)
+    (directory / COLUMNS_FILE).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert prepare_split(source(tmp_path, SUMS), model_dir, tmp_path / "out", SETTINGS) == directory
+    assert (directory / COLUMNS_FILE).read_bytes() == data, "a flipped bit is repaired"
     manifest = json.loads((directory / MANIFEST_FILE).read_text())
     (directory / MANIFEST_FILE).write_text(json.dumps({**manifest, "prompts": 24}))
     with pytest.raises(DataError, match="disagree on the number of prompts"):
