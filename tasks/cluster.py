@@ -12,6 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from k31core.checkpoint.commit import set_aside
 from k31core.checkpoint.lock import holder
 from k31core.cluster import actors
 from k31core.cluster.actors import WorkerLostError, WorkerSpec
@@ -44,8 +45,9 @@ def connect(run: Run) -> None:
     group = actors.ensure_placement_group(
         group_name(run.store.root), bundles, spread=False, timeout_s=recipe.cluster.bringup_timeout_s
     )
-    trainers = _attach_or_begin_ranks(trainer_specs, group)
-    pending = [*trainers, actors.attach_or_begin(engine_spec, group)]
+    busy_s = min(30.0, recipe.cluster.phase_timeout_s)
+    trainers = _attach_or_begin_ranks(trainer_specs, group, busy_s)
+    pending = [*trainers, actors.attach_or_begin(engine_spec, group, busy_s=busy_s)]
     workers = [actors.finish(item, timeout_s=recipe.cluster.bringup_timeout_s) for item in pending]
     run.trainers, run.engine = workers[:-1], workers[-1]
     _replace_busy_engine(run, group)
@@ -166,9 +168,9 @@ def _bundle(spec: WorkerSpec) -> dict[str, float]:
     return bundle
 
 
-def _attach_or_begin_ranks(specs: list[WorkerSpec], group: Any) -> list[actors.Pending]:
+def _attach_or_begin_ranks(specs: list[WorkerSpec], group: Any, busy_s: float) -> list[actors.Pending]:
     """All ranks attached, or all new: a living rank of a broken process group is of no use."""
-    pending = [actors.attach_or_begin(spec, group) for spec in specs]
+    pending = [actors.attach_or_begin(spec, group, busy_s=busy_s) for spec in specs]
     if len({item.attached for item in pending}) == 1:
         return pending
     for spec in specs:
@@ -209,7 +211,8 @@ def _position(run: Run) -> Position:
     log = get_run_logger()
     search = run.store.latest_valid_commit()
     for directory, why in search.rejected:
-        log.warning("save %s is not valid and is passed over: %s", directory.name, why)
+        aside = set_aside(directory, "bad")  # its bytes stay for a look; it no longer counts as a save
+        log.warning("save %s is not valid and is passed over (now %s): %s", directory.name, aside.name, why)
     saved = search.commit.step if search.commit else 0
     last = run.store.ledger.last_step(Phase.TRAIN)
     incarnation = "-".join(f"{worker.pid}" for worker in run.trainers)

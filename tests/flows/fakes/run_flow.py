@@ -1,19 +1,17 @@
-"""Run the flow in this process with the small workers: `python -m tests.flows.fakes.run_flow '{"run_id": …}'`."""
+"""The flow with the small workers.
+
+`python -m tests.flows.fakes.run_flow '{"run_id": …}' …` runs the flow in this process once for each argument and
+prints its final state; `… serve` serves it as deployment `k31/train`.
+"""
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
 
+import flows.k31
 import tasks.cluster
-import tasks.prepare
 from tasks.run_directory import Prepared, Run
-
-
-def use_small_workers(where: Any = tasks) -> None:
-    """Point the cluster stage at the stand-ins and skip the preparation of a real model."""
-    tasks.cluster.ROLLOUT_WORKER = ("tests.flows.fakes.workers", "RolloutWorker")
-    tasks.cluster.TRAIN_WORKER = ("tests.flows.fakes.workers", "TrainWorker")
 
 
 def prepare_nothing(run: Run) -> Prepared:
@@ -25,14 +23,28 @@ def prepare_nothing(run: Run) -> Prepared:
     return run.prepared
 
 
-def main() -> None:
-    """Run and print the result, or the final state's name and message."""
-    import flows.k31
-
-    use_small_workers()
+def use_small_workers() -> None:
+    """Point the cluster stage at the stand-ins and skip the preparation of a real model."""
+    tasks.cluster.ROLLOUT_WORKER = ("tests.flows.fakes.workers", "RolloutWorker")
+    tasks.cluster.TRAIN_WORKER = ("tests.flows.fakes.workers", "TrainWorker")
+    passed_on = {name: value for name, value in os.environ.items() if name.startswith("K31_FAKE_")}
+    plain = tasks.cluster._environment
+    tasks.cluster._environment = lambda run, threads: {**plain(run, threads), **passed_on}
     flows.k31.prepare = prepare_nothing
-    state = flows.k31.k31(**json.loads(sys.argv[1]), return_state=True)
-    print("STATE", state.name, (state.message or "")[:2000])
+
+
+use_small_workers()
+k31 = flows.k31.k31
+
+
+def main() -> None:
+    """See the module."""
+    if sys.argv[1] == "serve":
+        k31.serve(name="train", pause_on_shutdown=False)
+        return
+    for text in sys.argv[1:]:
+        state = k31(**json.loads(text), return_state=True)
+        print("STATE", json.dumps({"name": state.name, "message": state.message}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Small stand-ins for the two workers, for tests of the flow alone: a "model" of four numbers, exact and fast.
 
 They keep the workers' contracts: committed rollouts are returned and not drawn again, a restore gives back exactly
-what was exported, digests agree on both sides. Faults are asked for with files in the run directory: `fault-METHOD`
-holds `error`, `exit` or `hang` and is removed when it strikes.
+what was exported, digests agree on both sides. Faults are asked for with files beside the run directory:
+`RUN.fault-METHOD` holds `error`, `exit`, `hang` or `nan` and a step; it is removed when it strikes, unless it says
+`always`.
 """
 
 import asyncio
@@ -26,13 +27,17 @@ def _digest(values: np.ndarray) -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()
 
 
-def _strike(run_dir: Path, method: str) -> None:
-    fault = run_dir / f"fault-{method}"
+def _strike(run_dir: Path, method: str, step: int) -> str | None:
+    fault = run_dir.with_name(f"{run_dir.name}.fault-{method}")
     if not fault.exists():
-        return
-    kind = fault.read_text().strip()
-    if kind != "always":
+        return None
+    kind, at, *always = fault.read_text().split()
+    if step != int(at):
+        return None
+    if not always:
         fault.unlink()
+    if kind == "nan":
+        return kind
     if kind == "exit":
         os._exit(1)
     if kind == "hang":
@@ -59,7 +64,7 @@ class RolloutWorker:
                 log.write(f"{step}\n")
             if self.version != policy_version:
                 await self.load_adapter(adapter_dir, policy_version)
-            _strike(self.run_dir, "rollout")
+            _strike(self.run_dir, "rollout", step)
             await asyncio.sleep(float(os.environ.get("K31_FAKE_SECONDS", "0")))
             start = (cursor or {"position": 0})["position"]
             rng = np.random.default_rng([self.recipe["seed"], step])
@@ -79,7 +84,6 @@ class RolloutWorker:
         }
 
     async def load_adapter(self, directory: str, version: int) -> dict[str, Any]:
-        _strike(self.run_dir, "load_adapter")
         self.adapter = load_file(Path(directory) / "adapter_model.safetensors")["w"]
         self.version = version
         return {"digest": _digest(self.adapter), "version": version}
@@ -129,7 +133,7 @@ class TrainWorker:
 
     def train(self, step: int, rollout_dir: str) -> dict[str, Any]:
         assert step == self.at + 1, (step, self.at)
-        _strike(self.run_dir, "train")
+        _strike(self.run_dir, "train", step)
         time.sleep(float(os.environ.get("K31_FAKE_SECONDS", "0")))
         samples = load_file(Path(rollout_dir) / "samples.safetensors")["samples"]
         gradient = self.w - samples
@@ -137,6 +141,8 @@ class TrainWorker:
         self.w = (self.w - 0.1 * self.m).astype(np.float32)
         self.at = step
         norm = float(np.linalg.norm(gradient))
+        if _strike(self.run_dir, "gradient", step) == "nan":
+            norm = float("nan")
         return {
             "step": step,
             "metrics": {"train/grad_norm": norm, "train/loss": norm},
@@ -144,7 +150,7 @@ class TrainWorker:
         }
 
     def export(self, step: int, out_dir: str, optimizer: bool) -> dict[str, Any]:
-        _strike(self.run_dir, "export")
+        _strike(self.run_dir, "export", step)
         assert step == self.at
         out = Path(out_dir)
         save_file({"w": self.w}, out / "adapter_model.safetensors")
