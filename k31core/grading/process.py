@@ -88,6 +88,8 @@ class Template:
                 return
             self._closed = True
             self._control.close()
+            if not self._ready:
+                self._process.kill()  # still importing: it has no workers yet
             try:
                 self._process.wait(timeout=_CONTROL_LIMIT_S)
             except subprocess.TimeoutExpired:

@@ -112,6 +112,16 @@ def test_closing_ends_every_process() -> None:
         pool.grade_many([EASY])
 
 
+def test_a_pool_that_was_not_needed_closes_at_once() -> None:
+    with GraderPool(workers=2) as pool:
+        assert pool.grade_many([("x</think>\\boxed{34}", "34")])[0].deepscaler == 1
+        process_id = pool._template._process.pid
+        started = time.monotonic()
+    assert time.monotonic() - started < 1.5
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+
+
 def test_workers_end_with_a_killed_owner() -> None:
     script = (
         "import sys,time\nfrom k31core.grading.pool import GraderPool\npool=GraderPool(workers=1)\n"
