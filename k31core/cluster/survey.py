@@ -2,10 +2,12 @@
 
     token on the shared save directory ──► collect() on each node, all at once ──► problems, and the ports to leave out
 
-Call it inside a Ray session. The result goes to the ledger and is shown; `require` turns problems into an error.
+Call it inside a Ray session (one machine without GPUs needs none). The result goes to the ledger and is shown;
+`require` turns problems into an error.
 """
 
 import json
+import platform
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -82,8 +84,11 @@ def survey(
         write_token(save_dir, token, token)
     try:
         asked = time.time()
-        nodes = {_name(node): node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        reports, problems = _ask(nodes, query, query_of, recipe.cluster.bringup_timeout_s)
+        if is_one_machine(recipe):
+            reports, problems = [collect(query_of(replace(query, node=platform.node())))], list[Problem]()
+        else:
+            nodes = {_name(node): node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            reports, problems = _ask(nodes, query, query_of, recipe.cluster.bringup_timeout_s)
         problems += check_nodes(reports, needs, (asked, time.time()))
         if save_dir is not None:
             problems += _missing_answers(reports, set(read_answers(save_dir, token)))
@@ -91,6 +96,11 @@ def survey(
         if save_dir is not None:
             remove_token(save_dir, token)
     return Survey(tuple(reports), tuple(problems), _decide(recipe, reports, before, faults))
+
+
+def is_one_machine(recipe: Recipe) -> bool:
+    """One node without GPUs: looked at directly, without a task on a node."""
+    return recipe.cluster.num_nodes == 1 and recipe.cluster.gpus_per_node == 0
 
 
 def faulted_ports(faults: Iterable[NcclFault], node_of: Callable[[str], str] = lambda host: host) -> list[BadPort]:

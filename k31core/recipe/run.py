@@ -52,6 +52,10 @@ class ClusterRecipe(Section):
     cpus_per_engine: float = Field(1.0, gt=0)
     min_hcas_per_node: int = Field(0, ge=0)
     """Fewer healthy InfiniBand ports than this on any node stops the run."""
+    readmit_hcas: bool = False
+    """Use ports again that an earlier start of this run left out and that are up now."""
+    infiniband_root: str = "/sys/class/infiniband"
+    """Where each node reads its ports."""
     phase_timeout_s: float = Field(7200.0, gt=0)
     """A rollout, train or sync phase longer than this is a hang."""
     max_attempts_without_progress: int = Field(2, ge=1)
