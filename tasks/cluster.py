@@ -18,6 +18,7 @@ from k31core.cluster import actors
 from k31core.cluster.actors import WorkerLostError, WorkerSpec
 from k31core.observe.jsonl import write_atomic
 from k31core.observe.ledger import Phase
+from tasks.preflight import check_cluster
 from tasks.run_directory import Position, Run
 
 __all__ = ["WorkerLostError", "connect", "connect_ray", "release"]
@@ -38,6 +39,8 @@ def connect(run: Run) -> None:
     """
     connect_ray(run)
     recipe = run.recipe
+    if not actors.names(f"{run.store.root}:"):  # with workers to attach to, their own memory would be in the way
+        run.worker_environment = check_cluster(run)
     trainer_specs, engine_spec = worker_specs(run)
     bundles = [_bundle(spec) for spec in [*trainer_specs, engine_spec]]
     for left in release_leftovers(run):
@@ -158,6 +161,7 @@ def _environment(run: Run, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHDYNAMO_DISABLE": "1" if run.recipe.train.device == "cpu" else "0",
         **run.recipe.env.variables,
+        **run.worker_environment,
     }
 
 

@@ -72,6 +72,8 @@ class Run:
         self.prepared: Prepared | None = None
         self.trainers: list[Worker] = []
         self.engine: Worker | None = None
+        self.worker_environment: dict[str, str] = {}
+        """Variables that the survey of the cluster adds to every worker's environment."""
         self.position = Position()
         self.step_began: float | None = None
         """Monotonic time at which the step began that is not recorded yet; None between steps."""

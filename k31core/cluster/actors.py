@@ -238,12 +238,17 @@ def kill(name: str) -> bool:
 
 def tear_down(name_prefix: str, group_name: str) -> None:
     """Kill every actor whose name begins with `name_prefix` and remove the placement group."""
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(name_prefix):
-            kill(entry["name"])
+    for name in names(name_prefix):
+        kill(name)
     group = _existing_group(group_name)
     if group is not None:
         remove_placement_group(group)
+
+
+def names(prefix: str) -> list[str]:
+    """Names of the living actors that begin with `prefix`."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [e["name"] for e in found if e["namespace"] == NAMESPACE and e["name"].startswith(prefix)]
 
 
 def group_names() -> list[str]:

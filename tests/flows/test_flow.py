@@ -65,7 +65,7 @@ def ends(lab, states) -> dict[str, dict]:
 
 def test_a_run_records_every_phase_once(lab, states, ends) -> None:
     assert states["whole"]["name"] == "Completed", states["whole"]
-    expected = ["attempt", "resume", "sync", "eval"]
+    expected = ["attempt", "cluster", "resume", "sync", "eval"]
     for step in range(1, 8):
         expected += ["rollout", "train", "sync"] + ["save"] * (step in (3, 6, 7)) + ["eval"] * (step == 7)
     expected.append("report")

@@ -19,6 +19,7 @@ def prepare_nothing(run: Run) -> Prepared:
     model = run.home.root / "fake-model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({"vocab_size": 32}))
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
     run.prepared = Prepared(model, Path(run.home.root))
     return run.prepared
 
