@@ -16,6 +16,8 @@ class Phase(StrEnum):
     ATTEMPT = "attempt"
     """A flow run began to work on this run directory; not progress in itself."""
     PREPARE = "prepare"
+    CLUSTER = "cluster"
+    """What every node reported before the workers were placed, and the InfiniBand ports that were left out."""
     RESUME = "resume"
     """What was restored, from where, and what was not."""
     EVAL = "eval"
