@@ -60,13 +60,6 @@ def adapter_shapes(config: ModelConfig, lora: LoraSpec) -> dict[str, tuple[int, 
     return {slot.name: slot.shard.shape for slot in adapter_slots(whole)}
 
 
-def freeze_base(decoder: Decoder) -> None:
-    """Only the adapter requires gradients (already so unless the decoder was built with `train_base`)."""
-    factors = {id(slot.tensor) for slot in adapter_slots(decoder)}
-    for parameter in decoder.parameters():
-        parameter.requires_grad_(id(parameter) in factors)
-
-
 def adapter_parameters(decoder: Decoder) -> list[nn.Parameter]:
     """The trainable factors as parameters, for an optimizer."""
     return [slot.tensor for slot in trainable_slots(decoder)]  # type: ignore[misc]

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from k31core.checkpoint.native import INDEX, CheckpointError, NativeCheckpoint
 from k31core.checkpoint.tensor_file import TensorFile, TensorFileError, write_tensor_file
+from k31core.convert.tiny_model import init_weights
 from k31core.model.build import Build, ExpertFormat
 from k31core.model.config import load_config
 from k31core.model.decoder import Decoder, Packed
-from k31core.model.initialise import init_base
 from k31core.model.weight_names import IGNORED_PREFIXES, base_slots, expected_names, native_tensors
 from k31core.ops.mxfp4 import MxFp4Error
 from k31core.parallel.mesh import Axis, Mesh
@@ -194,7 +194,7 @@ def test_a_densely_trained_model_becomes_a_native_checkpoint(tmp_path: Path, dir
 
     config = load_config(directory)
     dense = Decoder(config, Build(experts=ExpertFormat.DENSE, train_base=True))
-    init_base(dense, seed=4)
+    init_weights(dense, seed=4)
     write_native_checkpoint(tmp_path / "out", RAW, native_tensors(dense), shard_bytes=50_000)
     packed = load(tmp_path / "out")
     batch = Packed(torch.arange(20), torch.tensor([0, 20]))
