@@ -23,6 +23,7 @@ from k31core.model.weight_names import adapter_slots
 from k31core.parallel.groups import first_complaint
 from k31core.parallel.mesh import SINGLE, Mesh, stage_layers
 from k31core.parallel.sharding import Slot
+from k31core.recipe.errors import RecipeError
 from k31core.recipe.model import torch_dist_dir
 from k31core.recipe.recipe import Recipe
 from k31core.rl.candidates import CandidateMode
@@ -186,6 +187,11 @@ def build_trainer(recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE) -> tu
     torch_dist directory beside it.
     """
     packed = recipe.model.ref_load == "native"
+    if recipe.rollout.indexer_replay:
+        raise RecipeError(
+            "rollout.indexer_replay is on: the decoder can replay selected keys, but no engine here hands them to the "
+            "trainer yet; leave it off (the trainer selects from its own indexer scores)"
+        )
     config = load_config(model_dir)
     if config.family != recipe.model.family:
         raise ResumeError(
