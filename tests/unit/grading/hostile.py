@@ -345,7 +345,18 @@ def fuzzed(count: int, seed: int) -> Iterator[str]:
         answer = "".join(source.choice(_PIECES) for _ in range(source.randint(1, 30)))
         if source.random() < 0.1:
             answer *= source.choice((2, 10, 100))
-        yield answer
+        yield _balanced(answer) if source.random() < 0.8 else answer
+
+
+def _balanced(answer: str) -> str:
+    """`answer` with its braces matched, so that it makes a box and reaches the parsers behind it."""
+    depth, kept = 0, []
+    for char in answer:
+        if char == "}" and depth == 0:
+            continue
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        kept.append(char)
+    return "".join(kept) + "}" * depth
 
 
 def responses(count: int, seed: int, canary: Path) -> list[tuple[str, str]]:

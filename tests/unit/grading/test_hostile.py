@@ -9,6 +9,7 @@ import pytest
 
 from k31core.grading.pool import GraderPool
 from k31core.grading.worker import ForbiddenEvent, refuse_side_effects
+from k31core.rl.types import GradeReason
 from tests.unit.grading.hostile import hand_written, python_attacks, responses
 
 WALL_S = 1.0
@@ -25,7 +26,7 @@ def test_five_hundred_hostile_answers(tmp_path: Path) -> None:
         elapsed = time.monotonic() - started
         assert all(v.deepscaler in (0, 1) and v.math_verify in (0, 1) for v in verdicts)
         # A hang costs its own limit and no more: the rest of the batch runs on the other worker meanwhile.
-        assert elapsed < 45 + WALL_S * pool.kills
+        assert elapsed < 100 + WALL_S * pool.kills
         after = pool.grade_many([("x</think>\\boxed{\\sqrt{12}}", "2\\sqrt{3}")] * 20, graders=("both",))
         assert all((v.deepscaler, v.math_verify) == (1, 1) for v in after)
     assert not canary.exists()
@@ -92,18 +93,15 @@ def test_a_hang_delays_only_itself() -> None:
     hang = ("x</think>$\\boxed{(a+b+c+d+1)^{40}(a-b-c-d-1)^{40}}$", "(a+b+c+d+1)^{40}(a-b-c-d-1)^{41}")
     easy = ("x</think>\\boxed{34}", "34")
 
-    async def race(pool: GraderPool) -> tuple[float, float]:
-        started = time.monotonic()
+    async def race(pool: GraderPool) -> None:
         slow = asyncio.create_task(pool.grade(*hang, graders=("math_verify",)))
         await asyncio.sleep(0.05)
         for _ in range(10):
             assert (await pool.grade(*easy, graders=("math_verify",))).math_verify == 1
-        quick_s = time.monotonic() - started
-        await slow
-        return quick_s, time.monotonic() - started
+        assert not slow.done(), "ten answers went past the one that hangs"
+        assert (await slow).reason is GradeReason.TIMED_OUT
 
-    with GraderPool(workers=2, wall_limit_s=3.0) as pool:
+    with GraderPool(workers=2, wall_limit_s=6.0, cpu_limit_s=30) as pool:
         pool.grade_many([easy] * 4, graders=("math_verify",))
-        quick_s, slow_s = asyncio.run(race(pool))
-    assert quick_s < 2.0
-    assert slow_s < 4.5
+        asyncio.run(race(pool))
+        assert pool.kills == 1

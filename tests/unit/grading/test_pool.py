@@ -27,7 +27,7 @@ def test_a_hang_is_killed_at_the_wall_limit_and_the_worker_replaced() -> None:
             started = time.monotonic()
             (verdict,) = pool.grade_many([HANG], graders=("math_verify",))
             assert (verdict.math_verify, verdict.reason) == (0, GradeReason.TIMED_OUT)
-            assert 0.6 < time.monotonic() - started < 2.0
+            assert 0.6 < time.monotonic() - started < 5.0
             assert pool.kills == kills
             assert pool.grade_many([EASY], graders=("both",))[0].math_verify == 1
         assert pool.crashes == 0
@@ -117,7 +117,7 @@ def test_a_pool_that_was_not_needed_closes_at_once() -> None:
         assert pool.grade_many([("x</think>\\boxed{34}", "34")])[0].deepscaler == 1
         process_id = pool._template._process.pid
         started = time.monotonic()
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 5.0
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
 
