@@ -45,9 +45,14 @@ class Kill:
 class Chaos:
     """Runs one run directory to its end while killing its parts."""
 
-    def __init__(self, root: Path, home: Home, *, seed: int, targets: Sequence[str] = TARGETS) -> None:
-        """`root` is the run directory (it need not exist yet); `home` names the local services."""
-        self.root, self.home, self.targets = root, home, tuple(targets)
+    def __init__(
+        self, root: Path, home: Home, *, seed: int, targets: Sequence[str] = TARGETS, entry: str = "k31core.cli.main"
+    ) -> None:
+        """`root` is the run directory (it need not exist yet); `home` names the local services.
+
+        `entry` is the module that is run as the `k31` command.
+        """
+        self.root, self.home, self.targets, self.entry = root, home, tuple(targets), entry
         self.random = random.Random(seed)
         self.kills: list[Kill] = []
         self.log = root.parent / f"{root.name}.log"
@@ -76,7 +81,7 @@ class Chaos:
     def _start(self, command: Sequence[str]) -> None:
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "k31core.cli.main", *command],
+                [sys.executable, "-m", self.entry, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -1,0 +1,28 @@
+"""Three random kills of the command's own processes, and the same bytes at the end.
+
+The same with the real tiny recipe and fifty kills is `k31 verify-resume`, by hand (see docs/verification).
+"""
+
+import pytest
+
+from k31core.cli.chaos import Chaos, differences
+from tests.flows.conftest import ROOT, SMALL
+
+pytestmark = [pytest.mark.flows, pytest.mark.timeout(900)]
+
+
+def test_three_kills_end_in_the_same_bytes(lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("K31_FAKE_SECONDS", "0.3")
+    arguments = ["--num-rollout", "8"] + [word for change in SMALL for word in ("--set", change)]
+    entry = "tests.flows.fakes.command"
+    whole = Chaos(lab.runs / "chaos-whole", lab.home, seed=0, entry=entry)
+    whole.run(arguments, kills=0, timeout_s=400, say=print)
+    killed = Chaos(lab.runs / "chaos-killed", lab.home, seed=4, targets=("flow", "engine", "trainer"), entry=entry)
+    kills = killed.run(arguments, kills=3, timeout_s=600, say=print)
+    assert len(kills) == 3, kills
+    assert differences(whole.root, killed.root) == []
+    # the comparison itself sees a difference
+    metrics = killed.root / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"train/loss":', '"train/loss":1', 1))
+    assert [d for d in differences(whole.root, killed.root) if "train/loss" in d]
