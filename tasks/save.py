@@ -6,7 +6,6 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from k31core.checkpoint import commit as commits
 from k31core.checkpoint.store import Commit
 from k31core.cluster.actors import WorkerLostError
 from k31core.observe.ledger import Phase
@@ -32,20 +31,18 @@ def save(run: Run, step: int) -> dict[str, Any]:
 
 def commit_adapter(run: Run, step: int) -> Commit:
     """Export from every rank into one staging directory and commit it as the save of `step`."""
-    run.store.require_space_for_save()
-    staging = commits.new_staging(run.store.adapter_dir(step))
     optimizer = run.recipe.save.optimizer
-    reply = run.call_trainers("export", step, str(staging), optimizer)[0]
-    recipe_digest = hashlib.sha256(run.recipe.model_dump_json().encode()).hexdigest()
-    facts = {
-        "policy_version": step,
-        "cursor": run.position.cursor,
-        "adapter_digest": reply["adapter_digest"],
-        "optimizer": optimizer,
-        "recipe_digest": recipe_digest,
-        "base_model": str(run.recipe.model.name),
-    }
-    saved = run.store.save_adapter(staging, step, facts)
+    with run.store.save_staging(step) as staging:
+        reply = run.call_trainers("export", step, str(staging), optimizer)[0]
+        facts = {
+            "policy_version": step,
+            "cursor": run.position.cursor,
+            "adapter_digest": reply["adapter_digest"],
+            "optimizer": optimizer,
+            "recipe_digest": hashlib.sha256(run.recipe.model_dump_json().encode()).hexdigest(),
+            "base_model": str(run.recipe.model.name),
+        }
+        saved = run.store.save_adapter(staging, step, facts)
     run.position.saved = step
     return saved
 

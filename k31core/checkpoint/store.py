@@ -7,8 +7,11 @@
   sync/step-N/       the adapter last published    report/         pictures, written at the end
 """
 
+import errno
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,6 +138,29 @@ class RunStore:
         manifest = commits.commit(staging, self.adapter_dir(step), kind="adapter", facts=facts)
         return Commit(step, self.adapter_dir(step), manifest)
 
+    @contextmanager
+    def save_staging(self, step: int) -> Iterator[Path]:
+        """A staging directory for the save of `step`; pass it to `save_adapter` inside the block.
+
+        Checks the free space first. On an error what was written is removed; a disk that filled up meanwhile is a
+        CommitError that says how much is needed.
+        """
+        needed = self.require_space_for_save()
+        staging = commits.new_staging(self.adapter_dir(step))
+        try:
+            yield staging
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            shutil.rmtree(staging, ignore_errors=True)
+            raise CommitError(
+                f"the disk of {self.root} filled up during the save of step {step}: it needs about "
+                f"{needed / 1024**2:.0f} MiB, {shutil.disk_usage(self.root).free / 1024**2:.0f} MiB are free now. "
+                f"The previous save is intact; free some space and continue the run."
+            ) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
     def apply_retention(self) -> list[Path]:
         """Delete what the recipe no longer keeps. The newest valid save and every rollout after it always stay."""
         save = self.resolved.recipe.save
@@ -152,10 +178,12 @@ class RunStore:
             + [self.sync_dir(s) for s in synced if s not in keep_sync]
         )
 
-    def require_space_for_save(self) -> None:
-        """Raise CommitError when the disk cannot take one more save of the size of the newest one."""
+    def require_space_for_save(self) -> int:
+        """Bytes that one more save needs, from the newest one. Raises CommitError when the disk cannot take it."""
         newest = self.latest_size("adapters") or self.latest_size("sync") * 4
-        commits.require_free_space(self.root, int(newest * 1.1) + 16 * 1024**2)
+        needed = int(newest * 1.1) + 16 * 1024**2
+        commits.require_free_space(self.root, needed)
+        return needed
 
     def latest_size(self, kind: str) -> int:
         """Bytes of the newest committed directory of `adapters`, `rollouts` or `sync`; 0 when there is none."""

@@ -166,6 +166,21 @@ def test_too_little_space_is_said_before_anything_is_written(root: Path) -> None
         store.require_space_for_save()
 
 
+def test_a_disk_that_fills_up_during_a_save_loses_nothing(root: Path) -> None:
+    with RunStore(root) as store:
+        save(store, 5)
+        with (
+            pytest.raises(CommitError, match=r"filled up during the save of step 10: it needs about \d+ MiB"),
+            store.save_staging(10) as staging,
+        ):
+            (staging / "adapter_model.safetensors").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        assert [p.name for p in (root / "adapters").iterdir()] == ["step-00005"]
+        with pytest.raises(PermissionError), store.save_staging(10):
+            raise PermissionError(13, "Permission denied")
+        assert store.latest_valid_commit().commit.step == 5
+
+
 def test_rollouts_are_reused_by_version_and_set_aside_when_bad(root: Path) -> None:
     with RunStore(root) as store:
         directory = rollout(store, 3)
