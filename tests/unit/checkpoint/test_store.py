@@ -248,7 +248,7 @@ def test_two_processes_on_one_run_directory(root: Path) -> None:
 
 
 def test_another_recipe_is_refused_field_by_field(tmp_path: Path) -> None:
-    create_run(tmp_path, "r", resolve(load_recipe("tiny")))
+    create_run(tmp_path, "r", resolve(load_recipe("tiny", ["train.optimizer.lr=2e-3"])))
     other = load_recipe("tiny", ["train.optimizer.lr=1e-3", "save.interval=2"])
     with pytest.raises(RecipeError) as caught:
         create_run(tmp_path, "r", resolve(other))
