@@ -113,7 +113,7 @@ def _check_node(report: NodeReport, needs: Needs, driver_clock: tuple[float, flo
                 "lower train.optimizer.cpu_offload_fraction or turn rollout.engine.lora_base_cpu_backup off",
             )
         )
-    if report.ports.ports and report.locked_memory_limit_bytes is not None:
+    if needs.gpus_per_node and report.ports.ports and report.locked_memory_limit_bytes is not None:
         found.append(
             (
                 f"locked memory is limited to {report.locked_memory_limit_bytes} bytes; InfiniBand needs it unlimited",
