@@ -7,6 +7,7 @@ calls.
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from k31core.parallel.mesh import Mesh
@@ -50,6 +51,30 @@ def run_1f1b(stage: Stage, count: int, mesh: Mesh, *, dtype: torch.dtype, hidden
         seq_length=1,  # unused: shapes travel with the tensors
         micro_batch_size=1,
     )
+
+
+def forward_stages(stage: Callable[[Tensor | None], Tensor], mesh: Mesh, *, dtype: torch.dtype) -> Tensor:
+    """One forward pass through all stages without gradients; what this rank's `stage` returned. A collective.
+
+    `stage` gets what the previous stage returned (None on the first). The tensors between stages are `[n, T, D]`.
+    """
+    received = None
+    if not mesh.first_stage:
+        previous = dist.get_global_rank(mesh.pp.group, mesh.pp.rank - 1)
+        shape = torch.empty(3, dtype=torch.int64, device=_device())
+        dist.recv(shape, previous, group=mesh.pp.group)
+        received = torch.empty(shape.tolist(), dtype=dtype, device=_device())
+        dist.recv(received, previous, group=mesh.pp.group)
+    out = stage(received)
+    if not mesh.last_stage:
+        following = dist.get_global_rank(mesh.pp.group, mesh.pp.rank + 1)
+        dist.send(torch.tensor(out.shape, dtype=torch.int64, device=_device()), following, group=mesh.pp.group)
+        dist.send(out.contiguous(), following, group=mesh.pp.group)
+    return out
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class _StageLink(nn.Module):

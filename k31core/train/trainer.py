@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from k31core.checkpoint.adapter import AdapterConfig, load_adapter, read_adapter_config
 from k31core.checkpoint.native import LoadReport
 from k31core.checkpoint.optimizer_state import OPTIMIZER_DIR, has_optimizer_state, read_optimizer_state
 from k31core.model.build import LORA_TARGETS, Build, ExpertFormat, LoraSpec
 from k31core.model.config import load_config
-from k31core.model.decoder import Decoder, Packed
+from k31core.model.decoder import Decoder
 from k31core.model.layout import check_layout
 from k31core.model.lora import init_adapter, trainable_slots
 from k31core.model.weight_names import adapter_slots
@@ -32,6 +31,7 @@ from k31core.rl.score_centering import Weighting
 from k31core.train.adamw import AdamSettings, AdamW, AdapterOptimizer
 from k31core.train.base_weights import load_native, load_reference
 from k31core.train.batch import loss_token_count, make_microbatches
+from k31core.train.canary import score_sequence
 from k31core.train.logical import adapter_digest, export_adapter, export_optimizer, world
 from k31core.train.pipeline import run_pipelined
 from k31core.train.samples import SampleLimits, TrainSample
@@ -43,7 +43,7 @@ from k31core.train.state import (
     set_rng_state,
     write_trainer_state,
 )
-from k31core.train.step import Schedule, StepResult, StepSettings, head_logprobs, optimizer_step
+from k31core.train.step import Schedule, StepResult, StepSettings, optimizer_step
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -159,16 +159,10 @@ class Trainer:
         """Digest of the logical adapter in memory. A collective."""
         return adapter_digest(self.decoder)
 
-    @torch.no_grad()
     def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs `[n - 1]` of a fixed sequence with the current adapter at temperature 1 (the canary)."""
-        device = self.decoder.build.device
-        ids = torch.tensor(list(tokens), dtype=torch.int64, device=device)
-        hidden: Tensor = self.decoder(Packed(ids, torch.tensor([0, len(ids)], device=device)))
-        label, _ = head_logprobs(
-            self.decoder, hidden[:-1], ids[1:], None, temperature=1.0, chunk=self._settings.logprob_chunk_tokens
-        )
-        return [float(value) for value in label]
+        """Log-probs `[n - 1]` of a fixed sequence with the current adapter at temperature 1 (the canary). A
+        collective."""
+        return score_sequence(self.decoder, tokens, chunk=self._settings.logprob_chunk_tokens)
 
     def _load_adapter(self, directory: Path) -> None:
         found, wanted = read_adapter_config(directory), adapter_config(self._recipe)
