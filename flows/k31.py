@@ -79,7 +79,7 @@ def evaluate_save(run: Run) -> dict[str, Any]:
     connect(run)
     step = run.position.trained
     sync(run, step)
-    metrics = evaluate(run, step, policy_version=step)
+    metrics = evaluate(run, step, policy_version=step, again=True)
     release(run)
     return {"step": step, **metrics}
 
