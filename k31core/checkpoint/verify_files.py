@@ -22,6 +22,8 @@ FORMAT = 1
 WORK_FOLDER = ".k31-download"
 """Partial and quarantined files, inside the directory."""
 _BLOCK = 4 << 20
+_READ_AHEAD = 16 << 20
+"""The disk fetches this much while a block is hashed."""
 _HIDDEN_FOLDERS = frozenset({WORK_FOLDER, ".cache", ".git"})
 
 Progress = Callable[[int], None]
@@ -116,9 +118,12 @@ def check_entries(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Checks every entry; `workers` threads (default: one a core), the largest files first."""
+    """Checks every entry; `workers` threads, the largest files first.
+
+    By default two threads a core: while one waits for the disk the other hashes.
+    """
     ordered = sorted(entries, key=lambda entry: -entry.size)
-    with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(max_workers=workers or 2 * (os.cpu_count() or 1)) as pool:
         results = list(pool.map(lambda entry: _check(directory, entry, full, progress or _ignore), ordered))
     return Report(
         entries=tuple(sorted((entry for entry, _, _ in results), key=lambda entry: entry.path)),
@@ -161,7 +166,10 @@ def digests(path: Path, size: int, *, want_git: bool, progress: Progress | None 
     buffer = bytearray(min(_BLOCK, max(size, 1)))
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
+        position = 0
         while count := file.readinto(buffer):
+            position += count
+            os.posix_fadvise(file.fileno(), position, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
             sha256.update(view[:count])
             if git is not None:
                 git.update(view[:count])

@@ -13,7 +13,7 @@ def verify_model(
         bool, typer.Option("--full", help="Read and hash every byte, also of files whose size and time are unchanged.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Files hashed at the same time (default: one a core).")
+        int | None, typer.Option(min=1, help="Files hashed at the same time (default: two a core).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
