@@ -1,7 +1,7 @@
 """The run ledger: one line for each finished phase. It orders the run by sequence number, never by the clock."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -45,6 +45,26 @@ class Attempt:
     """How often Prefect started this flow run."""
     by: str
     """`user` (a person at the command line) or `service` (deployment, automation, schedule)."""
+
+
+def has_ended(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run whose ledger this is came to its end, and nobody has begun to add steps since."""
+    return _happened_last(records, {Phase.REPORT})
+
+
+def waits_for_a_person(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a person or the watchdog ended the run: no service takes it up by itself."""
+    return _happened_last(records, {Phase.INTERRUPTED, Phase.WATCHDOG})
+
+
+def _happened_last(records: Sequence[Mapping[str, Any]], phases: set[Phase]) -> bool:
+    """Whether one of `phases` came after the last attempt began."""
+    for record in reversed(records):
+        if record["phase"] in phases:
+            return True
+        if record["phase"] == Phase.ATTEMPT:
+            return False
+    return False
 
 
 class Ledger:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from k31core.observe.jsonl import JournalError, read_lines
-from k31core.observe.ledger import Attempt, Ledger, Phase
+from k31core.observe.ledger import Attempt, Ledger, Phase, has_ended, waits_for_a_person
 from k31core.observe.metrics import MetricsFile, is_volatile, merge
 from k31core.observe.prompts import PromptLedger, PromptLedgerError
 
@@ -67,6 +67,22 @@ def test_attempts_without_progress(tmp_path: Path) -> None:
     ledger.begin_attempt(service)
     ledger.begin_attempt(user)
     assert ledger.attempts_without_progress() == 1, "a person's start begins a new count"
+
+
+def test_what_a_ledger_says_about_its_run(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    assert not has_ended(ledger.records) and not waits_for_a_person(ledger.records)
+    ledger.begin_attempt(Attempt("f", 1, "user"))
+    ledger.append(Phase.TRAIN, 1)
+    ledger.append(Phase.INTERRUPTED, 1)
+    assert waits_for_a_person(ledger.records)
+    ledger.begin_attempt(Attempt("g", 1, "user"))
+    assert not waits_for_a_person(ledger.records)
+    ledger.append(Phase.REPORT, 2)
+    ledger.append(Phase.EVAL, 2)
+    assert has_ended(ledger.records)
+    ledger.begin_attempt(Attempt("h", 1, "user"))
+    assert not has_ended(ledger.records), "it goes on with more steps"
 
 
 def test_a_prompt_has_one_final_state_a_step(tmp_path: Path) -> None:
