@@ -85,7 +85,8 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "ignore_eos": True,  # only the stop tokens of the request count
         "no_stop_trim": True,  # the stop token is part of the answer
         "skip_special_tokens": False,
-        "sampling_seed": params.seed & 0x7FFFFFFF,
+        # heeded only with --enable-deterministic-inference (rollout.engine.extra_args); a signed 64-bit number
+        "sampling_seed": params.seed & (2**63 - 1),
     }
 
 
