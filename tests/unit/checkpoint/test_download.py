@@ -143,9 +143,7 @@ def test_broken_connections_are_resumed(hub: HubLookalike, tmp_path: Path, fault
     assert done.refetched == {}
     if faults[0].after:
         assert [h["range"] for h in hub.gets(FIRST) if "range" in h]
-        assert hub.bytes_sent[FIRST] < len(FILES[FIRST]) + 1000 * len(faults), (
-            "nothing twice but broken blocks"
-        )
+        assert hub.bytes_sent[FIRST] < len(FILES[FIRST]) + 1000 * len(faults), "nothing twice but broken blocks"
 
 
 def test_a_download_goes_on_where_an_earlier_one_stopped(
