@@ -40,13 +40,12 @@ class Standin:
         self.requests: list[dict[str, Any]] = []
         """Every /generate body, for tests."""
         self.released: set[str] = set()
+        self.base_tensors: dict[str, Any] = {}
+        """What /update_weights_from_tensor sent."""
         self._loads = -1
 
     async def generate(self, body: dict[str, Any]) -> Response:
         self.requests.append(body)
-        unknown = unknown_fields("GenerateReqInput", body)
-        if unknown:
-            return error(400, f"unknown fields {unknown}")
         if body.get("lora_path") != self.loaded:
             return error(400, f"LoRA adapter {body.get('lora_path')!r} is not loaded (loaded: {self.loaded!r})")
         if self.released:
@@ -64,11 +63,10 @@ class Standin:
         return Response(orjson.dumps(answer), media_type="application/json")
 
     async def load(self, body: dict[str, Any]) -> Response:
-        return await self._load(
-            "LoadLoRAAdapterReqInput",
-            body,
-            lambda target: to_logical(Path(body["lora_path"]), target, rank=self.lora.rank, alpha=self.lora.alpha),
-        )
+        def write(target: Path) -> None:
+            to_logical(Path(body["lora_path"]), target, rank=self.lora.rank, alpha=self.lora.alpha)
+
+        return await self._load(body, write)
 
     async def load_tensors(self, body: dict[str, Any]) -> Response:
         def write(target: Path) -> None:
@@ -79,12 +77,9 @@ class Standin:
             tensors = unflatten(tree["flattened_tensor"], tuple(tree["metadata"]))
             write_logical(tensors, body["config_dict"], target, rank=self.lora.rank, alpha=self.lora.alpha)
 
-        return await self._load("LoadLoRAAdapterFromTensorsReqInput", body, write)
+        return await self._load(body, write)
 
-    async def _load(self, kind: str, body: dict[str, Any], write: Callable[[Path], None]) -> Response:
-        unknown = unknown_fields(kind, body)
-        if unknown:
-            return update(400, f"unknown fields {unknown}")
+    async def _load(self, body: dict[str, Any], write: Callable[[Path], None]) -> Response:
         if self.loaded is not None:
             return update(400, f"an adapter is loaded already: {self.loaded}")
         with tempfile.TemporaryDirectory() as folder:
@@ -103,6 +98,23 @@ class Standin:
             return update(400, f"LoRA adapter {body['lora_name']!r} is not loaded")
         self.loaded = None
         return update(200, None)
+
+    async def rename(self, body: dict[str, Any]) -> Response:
+        self.weight_version = body["new_version"]
+        return update(200, None)
+
+    async def update_weights(self, body: dict[str, Any]) -> Response:
+        """Only looked at: the embedded engine's base cannot change."""
+        for text in body["serialized_named_tensors"]:
+            tree = pickle.loads(base64.b64decode(text))
+            self.base_tensors.update(
+                {k: v.clone() for k, v in unflatten(tree["flattened_tensor"], tuple(tree["metadata"])).items()}
+            )
+        return update(200, None)
+
+    async def abort(self, body: dict[str, Any]) -> Response:
+        await self.engine.abort((body["rid"],))
+        return Response(status_code=200)
 
     async def release(self, body: dict[str, Any]) -> Response:
         if (await self.engine.health()).running:
@@ -145,15 +157,18 @@ def build_app(standin: Standin) -> FastAPI:
     """All routes our client uses."""
     app = FastAPI()
     posts = {
-        "/generate": standin.generate,
-        "/load_lora_adapter": standin.load,
-        "/load_lora_adapter_from_tensors": standin.load_tensors,
-        "/unload_lora_adapter": standin.unload,
-        "/release_memory_occupation": standin.release,
-        "/resume_memory_occupation": standin.resume,
+        "/generate": (standin.generate, "GenerateReqInput"),
+        "/load_lora_adapter": (standin.load, "LoadLoRAAdapterReqInput"),
+        "/load_lora_adapter_from_tensors": (standin.load_tensors, "LoadLoRAAdapterFromTensorsReqInput"),
+        "/unload_lora_adapter": (standin.unload, "UnloadLoRAAdapterReqInput"),
+        "/release_memory_occupation": (standin.release, "ReleaseMemoryOccupationReqInput"),
+        "/resume_memory_occupation": (standin.resume, "ResumeMemoryOccupationReqInput"),
+        "/update_weight_version": (standin.rename, "UpdateWeightVersionReqInput"),
+        "/update_weights_from_tensor": (standin.update_weights, "UpdateWeightsFromTensorReqInput"),
+        "/abort_request": (standin.abort, "AbortReq"),
     }
-    for path, handler in posts.items():
-        app.add_api_route(path, _post(handler), methods=["POST"])
+    for path, (handler, kind) in posts.items():
+        app.add_api_route(path, _post(handler, kind), methods=["POST"])
 
     @app.get("/health")
     async def health() -> Response:
@@ -167,26 +182,18 @@ def build_app(standin: Standin) -> FastAPI:
     async def model_info() -> dict[str, Any]:
         return {"model_path": "standin", "weight_version": standin.weight_version}
 
-    @app.post("/update_weight_version")
-    async def update_weight_version(request: Request) -> dict[str, Any]:
-        standin.weight_version = orjson.loads(await request.body())["new_version"]
-        return {"success": True, "new_version": standin.weight_version}
-
     @app.post("/flush_cache")
     async def flush_cache() -> Response:
         return await standin.flush()
 
-    @app.post("/abort_request")
-    async def abort_request(request: Request) -> Response:
-        await standin.engine.abort((orjson.loads(await request.body())["rid"],))
-        return Response(status_code=200)
-
     return app
 
 
-def _post(handler: Any) -> Any:
+def _post(handler: Any, kind: str) -> Any:
     async def route(request: Request) -> Response:
-        response: Response = await handler(orjson.loads(await request.body()))
+        body = orjson.loads(await request.body())
+        unknown = unknown_fields(kind, body)
+        response: Response = error(400, f"unknown fields {unknown}") if unknown else await handler(body)
         return response
 
     return route

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+import torch
 from fastapi import Response
 from safetensors.torch import load_file
 
@@ -24,7 +25,7 @@ from k31core.rollout.engines.sglang.adapter_files import sglang_name
 from k31core.rollout.engines.sglang.engine import SglangEngine
 from k31core.rollout.engines.sglang.payload import PayloadError
 from k31core.sync.buckets import EngineRank
-from k31core.sync.cuda_ipc import CudaIpcPublisher, IpcExporter
+from k31core.sync.cuda_ipc import CudaIpcPublisher, IpcExporter, send_base
 from k31core.sync.publisher import SyncError
 from tests.contract.engine_cases import ADAPTER, ALPHA, LIMITS, MODEL, RANK, assert_same, prompt, request
 from tests.sglang_standin.engines import recipe_overrides
@@ -287,6 +288,10 @@ def test_without_a_host_copy_the_base_must_be_sent_before_the_engine_wakes() -> 
             with pytest.raises(EngineError, match=r"keep no copy .* call wake_weights\(\) and send the base"):
                 await engine.wake()
             await engine.wake_weights()
+            base = {f"layer.{i}": torch.randn(50) for i in range(6)}
+            (client,) = engine._clients
+            await send_base(base.items(), lambda handle: client.update_weights([handle]), lambda slot: slot, 500)
+            assert all(torch.equal(server.base_tensors[name], tensor) for name, tensor in base.items())
             engine.base_was_sent()
             await engine.wake()
             assert server.calls[1:] == ["resume ['weights']", "resume ['cuda_graph', 'kv_cache']"]

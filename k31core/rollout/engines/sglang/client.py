@@ -128,6 +128,14 @@ class SglangClient:
             body["expected_checksums"] = checksums
         await self.post("/load_lora_adapter_from_tensors", body)
 
+    async def update_weights(self, payloads: list[str]) -> None:
+        """Overwrite some of the base's weights from handles, one flat bucket a TP rank (`k31core.sync.send_base`).
+
+        The prefix cache is not flushed here: the adapter that follows flushes it.
+        """
+        body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
+        await self.post("/update_weights_from_tensor", body)
+
     async def unload_lora(self, name: str) -> None:
         """Forget an adapter."""
         await self.post("/unload_lora_adapter", {"lora_name": name})
