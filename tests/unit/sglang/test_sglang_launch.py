@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -65,6 +66,25 @@ def test_it_comes_up_and_stops_with_its_children(tmp_path: Path) -> None:
         assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
     asyncio.run(main())
+
+
+def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    parent = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from k31core.rollout.engines.sglang.launch import ServerProcess\n"
+        "p = ServerProcess.start_command([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ,\n"
+        "                                Path(sys.argv[1]), what='engine')\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent, str(tmp_path / "a.log")], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait(30)
+    gone, _ = psutil.wait_procs([child], timeout=30)
+    assert gone == [child]
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:

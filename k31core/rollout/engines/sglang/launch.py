@@ -1,6 +1,7 @@
 """A server process on this machine: started, waited for, stopped; its log speaks when it fails."""
 
 import asyncio
+import ctypes
 import errno
 import os
 import re
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +20,7 @@ from k31core.rollout.engine import EngineError
 from k31core.rollout.engines.sglang.client import SglangClient
 
 _POLL_S = 1.0
+_PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 64 * 1024
 _REASON = re.compile(r"(?:Error|Exception|error:|CUDA|NCCL WARN|Killed|out of memory)")
 
@@ -51,7 +53,7 @@ class ServerProcess:
             try:
                 process = subprocess.Popen(
                     command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env=dict(environment), start_new_session=True,
+                    env=dict(environment), start_new_session=True, preexec_fn=_end_with_parent(os.getpid()),
                 )  # fmt: skip
             except OSError as error:
                 raise LaunchError(
@@ -103,6 +105,21 @@ class ServerProcess:
             await asyncio.sleep(0.05)
         _signal_group(self.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)
+
+
+def _end_with_parent(parent: int) -> Callable[[], None]:
+    """Runs in the child: ask the kernel to end it when we die, even by SIGKILL, so that no card stays occupied.
+
+    The kernel watches the thread that starts the child: start servers from a thread that lives as long as the process.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # died in between
+            os._exit(1)
+
+    return prepare
 
 
 def require_free_port(host: str, port: int) -> None:
