@@ -6,16 +6,17 @@
 `engine`: the cached decoder, everything recorded (log-probs, 16 candidates, routing). `recompute`: the trainer's
 packed forward over all prefixes for each token; every 16th length is timed and stands for 16. `hf`: transformers'
 Kimi-Linear at the same number of parameters and without fla, greedy. `rollout`: the tiny recipe's shape, 16 prompts x
-8 samples of 20 tokens with a rank-16 adapter. One thread, fp32, random weights; the model of the first three has no
-adapter, as Hugging Face's has none.
+8 samples of 20 tokens with a rank-16 adapter. One thread, fp32, random weights. Seconds are CPU seconds of the
+process (a busy machine stretches the wall clock, which is printed too). The model of the first three has no adapter,
+as Hugging Face's has none.
 """
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -103,33 +104,50 @@ def make_requests(config: ModelConfig, prompts: int, samples: int, prompt: int, 
     ]
 
 
-def engine_seconds(decoder: Decoder, requests: list[GenerateRequest]) -> Callable[[], float]:
+class Clock(NamedTuple):
+    """CPU and wall seconds."""
+
+    cpu: float
+    wall: float
+
+    @staticmethod
+    def now() -> "Clock":
+        """Both clocks."""
+        return Clock(time.process_time(), time.perf_counter())
+
+    def since(self, begun: "Clock") -> "Clock":
+        """What has passed."""
+        return Clock(self.cpu - begun.cpu, self.wall - begun.wall)
+
+
+def engine_seconds(decoder: Decoder, requests: list[GenerateRequest]) -> Callable[[], Clock]:
     """A timed run of all requests at once."""
     longest = max(len(r.tokens) + r.params.max_new_tokens for r in requests)
     core = EngineCore(CachedDecoder(decoder), Limits(len(requests), len(requests) * (longest + 64), 2048))
 
-    def run() -> float:
-        begun = time.perf_counter()
+    def run() -> Clock:
+        begun = Clock.now()
         core.submit(requests)
         while core.busy:
             core.advance()
-        return time.perf_counter() - begun
+        return Clock.now().since(begun)
 
     return run
 
 
 @torch.inference_mode()
-def recompute_seconds(decoder: Decoder, batch: int, prompt: int, new: int) -> float:
+def recompute_seconds(decoder: Decoder, batch: int, prompt: int, new: int) -> Clock:
     """Time of `new` packed forwards over growing prefixes; every STRIDE-th is run."""
-    total = 0.0
+    cpu = wall = 0.0
     for length in range(prompt, prompt + new, STRIDE):
         tokens = torch.randint(0, decoder.config.vocab_size, (batch * length,))
         bounds = torch.arange(batch + 1) * length
-        begun = time.perf_counter()
+        begun = Clock.now()
         hidden = decoder(Packed(tokens, bounds))
         decoder.logits(hidden[bounds[1:] - 1]).argmax(-1)
-        total += (time.perf_counter() - begun) * STRIDE
-    return total
+        passed = Clock.now().since(begun)
+        cpu, wall = cpu + passed.cpu * STRIDE, wall + passed.wall * STRIDE
+    return Clock(cpu, wall)
 
 
 def hf_model(config: ModelConfig, parameters: int):  # type: ignore[no-untyped-def]
@@ -170,21 +188,21 @@ def hf_model(config: ModelConfig, parameters: int):  # type: ignore[no-untyped-d
 
 
 @torch.inference_mode()
-def hf_seconds(model, batch: int, prompt: int, new: int) -> float:  # type: ignore[no-untyped-def]
+def hf_seconds(model, batch: int, prompt: int, new: int) -> Clock:  # type: ignore[no-untyped-def]
     """One call of `generate` with its own cache."""
     tokens = torch.randint(2, model.config.vocab_size, (batch, prompt))
-    begun = time.perf_counter()
+    begun = Clock.now()
     out = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new, do_sample=False
     )
     assert out.shape == (batch, prompt + new), out.shape
-    return time.perf_counter() - begun
+    return Clock.now().since(begun)
 
 
-def median(run: Callable[[], float]) -> float:
-    """Median of REPEATS timed runs after one that is not counted."""
+def median(run: Callable[[], Clock]) -> Clock:
+    """The run with the median CPU time of REPEATS timed runs after one that is not counted."""
     run()
-    return statistics.median(run() for _ in range(REPEATS))
+    return sorted(run() for _ in range(REPEATS))[REPEATS // 2]
 
 
 def main() -> None:
@@ -217,11 +235,15 @@ def main() -> None:
         _report("rollout 16 x 8, 20 new, rank 16", parameters, 128 * 20, median(engine_seconds(adapted, requests)))
 
 
-def _report(what: str, parameters: int, tokens: int, seconds: float) -> None:
-    rate = tokens / seconds
-    print(
-        json.dumps({"what": what, "parameters": parameters, "seconds": round(seconds, 2), "tokens_per_s": round(rate)})
-    )
+def _report(what: str, parameters: int, tokens: int, passed: Clock) -> None:
+    line = {
+        "what": what,
+        "parameters": parameters,
+        "cpu_s": round(passed.cpu, 2),
+        "wall_s": round(passed.wall, 2),
+        "tokens_per_cpu_s": round(tokens / passed.cpu),
+    }
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_selection_is_the_exact_top_k_with_ties_to_the_larger_slot():
     queries, heads, width, topk = 10, 3, 8, 4
     index_keys = torch.randint(-2, 3, (2, 2, BLOCK, width), generator=g).float()
     index_q = torch.randint(-2, 3, (2, queries, heads, width), generator=g).float()
-    index_w = torch.randint(1, 3, (2, queries, heads), generator=g).float()
+    index_w = torch.randint(-2, 3, (2, queries, heads), generator=g).float()
     ends = torch.arange(1, queries + 1).repeat(2, 1) * 9
     mask = selected_mask(index_q, index_w, index_keys, ends, topk)
     assert mask.shape == (2, queries, 2 * BLOCK)

@@ -11,11 +11,12 @@ latent width, W = L + R cached width, Hi index heads, di index width.
 import torch
 from torch import Tensor
 
-from k31core.ops.dsa import select_topk
 from k31core.ops.rowstable import accumulate_dtype
 
 BLOCK = 64
 """Cache slots reduced together: one page of the cache."""
+_LAST = -(1 << 63)
+"""Below the rank of every visible slot."""
 
 
 def latent_attention(query: Tensor, keys: Tensor, visible: Tensor, *, latent: int, scale: float) -> Tensor:
@@ -54,15 +55,21 @@ def selected_mask(index_q: Tensor, index_w: Tensor, index_keys: Tensor, ends: Te
     index_q: `[G, Q, Hi, di]`. index_w: `[G, Q, Hi]`. index_keys: `[G, b, BLOCK, di]`. All slots before `ends` while
     there are at most `topk`; equal scores: the larger slot wins.
     """
-    dtype = accumulate_dtype(index_q)
     rows, queries, heads, width = index_q.shape
     slots = index_keys.shape[1] * BLOCK
-    flat = index_q.to(dtype).reshape(rows, 1, queries * heads, width)
-    products = torch.relu(index_keys.to(dtype) @ flat.transpose(-1, -2))  # [G, b, BLOCK, Q * Hi]
-    weighted = products.view(rows, slots, queries, heads) * index_w.to(dtype)[:, None]
-    scores = weighted.sum(-1).transpose(1, 2).reshape(rows * queries, slots) * (width**-0.5 * heads**-0.5)
-    end = ends.reshape(-1)
-    chosen = select_topk(scores, topk, torch.zeros_like(end), end).to(torch.int64)
-    mask = torch.zeros(rows * queries, slots + 1, dtype=torch.bool, device=index_q.device)
-    mask.scatter_(1, torch.where(chosen >= 0, chosen, slots), True)
-    return mask[:, :slots].view(rows, queries, slots)
+    flat = index_q.to(torch.float32).reshape(rows, 1, queries * heads, width)
+    products = torch.relu_(index_keys.to(torch.float32) @ flat.transpose(-1, -2))  # [G, b, BLOCK, Q * Hi]
+    weights = index_w.to(torch.float32) * (width**-0.5 * heads**-0.5)
+    scores = (products.view(rows, slots, queries, heads) * weights[:, None]).sum(-1)
+    ranked = _ranks(scores.transpose(1, 2).reshape(rows * queries, slots))
+    visible = torch.arange(slots, device=index_q.device) < ends.reshape(-1, 1)
+    best = torch.topk(ranked.masked_fill(~visible, _LAST), min(topk, slots), sorted=False).indices
+    mask = torch.zeros_like(visible).scatter_(1, best, True)
+    return mask.logical_and_(visible).view(rows, queries, slots)
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """int64, all different in a row: ordered like the fp32 scores, and like the slots where scores are equal."""
+    bits = (scores + 0.0).view(torch.int32)  # adding turns -0.0 into 0.0, its equal
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats fall as their bits rise
+    return (ordered.to(torch.int64) << 32) | torch.arange(scores.shape[1], device=scores.device)
