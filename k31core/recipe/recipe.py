@@ -50,6 +50,11 @@ class Recipe(Section):
         return max(1, self.cluster.num_nodes * self.cluster.gpus_per_node // self.rollout.engine.tp_size)
 
     @property
+    def nodes_per_engine(self) -> int:
+        """Nodes that one engine spans."""
+        return max(1, -(-self.rollout.engine.tp_size // max(1, self.cluster.gpus_per_node)))
+
+    @property
     def candidate_mode(self) -> str:
         """`selected` for unfiltered sampling, `support` for filtered: derived, never chosen."""
         return "selected" if self.rollout.unfiltered else "support"

@@ -47,7 +47,8 @@ class EngineRecipe(Section):
     request_retries: int = Field(2, ge=0)
     """Times a request is sent again after a lost connection or a 5xx answer; its first result counts, once."""
     host: str = "127.0.0.1"
-    """Address the servers listen on: loopback unless the engine spans machines."""
+    """Address the servers listen on. An engine that spans machines listens on its first node's address instead of
+    loopback."""
     port: int = Field(30000, ge=1024, le=65000)
     """HTTP port of the first engine; engine i takes `port + 100 i`."""
     server_urls: tuple[str, ...] = ()

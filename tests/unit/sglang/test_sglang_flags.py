@@ -14,7 +14,6 @@ from k31core.rollout.engines.sglang.flags import (
     differences,
     field_value,
     lora_target_modules,
-    nodes_per_engine,
     server_args,
     server_environment,
 )
@@ -77,6 +76,7 @@ def test_the_h200_recipe_says_what_the_published_launcher_says() -> None:
         "--skip-tokenizer-init": True,
         "--nnodes": ["4"],
         "--node-rank": ["2"],
+        "--host": ["10.0.0.1"],
         "--dist-init-addr": ["10.0.0.1:30050"],
     }
     assert {option: given[option] for option in expected} == expected
@@ -96,7 +96,7 @@ def test_k3_leaves_to_the_server_what_its_recipe_leaves_open() -> None:
         assert option not in given
     assert "--attn-dp-size" not in given
     assert "--enable-return-routed-experts" not in given
-    assert (given["--ep-size"], given["--port"], nodes_per_engine(recipe)) == (["1"], ["30300"], 4)
+    assert (given["--ep-size"], given["--port"], recipe.nodes_per_engine) == (["1"], ["30300"], 4)
 
 
 def test_an_old_sglang_gets_the_old_spelling_of_attention_dp() -> None:
@@ -141,6 +141,15 @@ def test_extra_arguments_are_passed_as_they_are() -> None:
     args = server_args(recipe, "m", NEW, Place())
     assert args[-2:] == ["--chunked-prefill-size", "4096"]
     parse(args)
+
+
+def test_engines_that_share_a_node_take_different_cards() -> None:
+    recipe = load_recipe("k3-4layer", ["rollout.engine.tp_size=2", "rollout.engine.ep_size=2"])
+    assert (recipe.num_engines, recipe.nodes_per_engine) == (4, 1)
+    seen = [parse(server_args(recipe, "m", NEW, Place(engine=i))) for i in range(4)]
+    assert [given["--base-gpu-id"] for given in seen] == [["0"], ["2"], ["4"], ["6"]]
+    assert [given["--host"] for given in seen] == [["127.0.0.1"]] * 4
+    assert len({given["--port"][0] for given in seen}) == 4
 
 
 def test_lora_targets() -> None:

@@ -12,6 +12,7 @@ from k31core.rollout.engines.sglang.versions import Abilities
 PORT_STEP = 100
 """Distance between the ports of two engines: SGLang takes some beside its HTTP port."""
 DIST_PORT_OFFSET = 50
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
@@ -41,7 +42,6 @@ FLAGS = (
     Flag("rollout.engine.load_balance_method", "--load-balance-method", "value"),
     Flag("rollout.engine.mem_fraction_static", "--mem-fraction-static", "value"),
     Flag("rollout.engine.lora_base_cpu_backup", "--enable-weights-cpu-backup", "switch"),
-    Flag("rollout.engine.host", "--host", "value"),
     Flag("rollout.routing_replay", "--enable-return-routed-experts", "switch"),
     Flag("rollout.indexer_replay", "--enable-return-indexer-topk", "switch"),
     Flag("train.lora.rank", "--max-lora-rank", "value"),
@@ -61,7 +61,9 @@ CONSTANT = (
 )
 _COMPUTED = {
     "--model-path": "model.name and the model directory",
+    "--host": "rollout.engine.host",
     "--port": "rollout.engine.port",
+    "--base-gpu-id": "rollout.engine.tp_size and cluster.gpus_per_node",
     "--attn-dp-size": "rollout.engine.attn_dp_size",
     "--dp-size": "rollout.engine.attn_dp_size",
     "--enable-dp-attention": "rollout.engine.attn_dp_size",
@@ -85,14 +87,15 @@ class Place:
     """Address of the engine's first node."""
 
 
-def nodes_per_engine(recipe: Recipe) -> int:
-    """Nodes one engine spans."""
-    return max(1, -(-recipe.rollout.engine.tp_size // max(1, recipe.cluster.gpus_per_node)))
-
-
 def server_port(recipe: Recipe, engine: int) -> int:
     """HTTP port of an engine."""
     return recipe.rollout.engine.port + PORT_STEP * engine
+
+
+def server_host(recipe: Recipe, place: Place) -> str:
+    """Address the server listens on: the rollout worker may be on another node than an engine that spans nodes."""
+    host = recipe.rollout.engine.host
+    return place.head_address if recipe.nodes_per_engine > 1 and host in LOOPBACK else host
 
 
 def server_args(recipe: Recipe, model_dir: str, has: Abilities, place: Place) -> list[str]:
@@ -107,13 +110,16 @@ def server_args(recipe: Recipe, model_dir: str, has: Abilities, place: Place) ->
             args += [flag.option] if value else []
         elif value is not None:
             args += [flag.option, str(value)]
-    args += ["--port", str(server_port(recipe, place.engine)), *CONSTANT]
+    args += ["--host", server_host(recipe, place), "--port", str(server_port(recipe, place.engine)), *CONSTANT]
     args += ["--lora-target-modules", *lora_target_modules(recipe)]
     groups = recipe.rollout.engine.attn_dp_size
     if groups > 1:
         args += ["--attn-dp-size", str(groups)] if has.has_attn_dp_size else []
         args += [] if has.has_attn_dp_size else ["--dp-size", str(groups), "--enable-dp-attention"]
-    nodes = nodes_per_engine(recipe)
+    per_node, cards = recipe.cluster.gpus_per_node, recipe.rollout.engine.tp_size
+    if per_node > cards:  # several engines share a node
+        args += ["--base-gpu-id", str(place.engine * cards % per_node)]
+    nodes = recipe.nodes_per_engine
     if nodes > 1:
         address = f"{place.head_address}:{server_port(recipe, place.engine) + DIST_PORT_OFFSET}"
         args += ["--nnodes", str(nodes), "--node-rank", str(place.node_rank), "--dist-init-addr", address]
@@ -153,7 +159,7 @@ def differences(recipe: Recipe, info: Mapping[str, Any]) -> list[str]:
     """Settings that a running server reports otherwise than the recipe wants: `option: server, recipe (field)`."""
     found = []
     for flag in FLAGS:
-        if flag.attribute not in info or flag.option in ("--host", "--random-seed"):
+        if flag.attribute not in info or flag.option == "--random-seed":
             continue
         wanted, seen = field_value(recipe, flag.field), info[flag.attribute]
         if wanted is None or (flag.kind == "switch" and not wanted):

@@ -14,9 +14,9 @@ from k31core.rollout.engines.sglang.engine import SglangEngine, SglangOptions
 from k31core.rollout.engines.sglang.flags import (
     Place,
     differences,
-    nodes_per_engine,
     server_args,
     server_environment,
+    server_host,
     server_port,
 )
 from k31core.rollout.engines.sglang.launch import ServerProcess, require_free_port
@@ -73,7 +73,7 @@ def start_node(recipe: Recipe, model_dir: Path, place: Place, log: Path, card: s
     has = inspect_tree(recipe.rollout.engine.sglang_path)
     require_abilities(recipe, has)
     if place.node_rank == 0:
-        require_free_port(recipe.rollout.engine.host, server_port(recipe, place.engine))
+        require_free_port(server_host(recipe, place), server_port(recipe, place.engine))
     args = server_args(recipe, str(model_dir), has, place)
     what = f"SGLang engine {place.engine}, node {place.node_rank}"
     environment = server_environment(recipe, os.environ, card)
@@ -93,7 +93,7 @@ def read_text_config(model_dir: Path) -> dict[str, Any]:
 
 
 def _start_here(recipe: Recipe, model_dir: Path, log_dir: Path, processes: list[ServerProcess]) -> list[str]:
-    nodes = nodes_per_engine(recipe)
+    nodes = recipe.nodes_per_engine
     if nodes > 1:
         raise EngineError(
             f"one engine of tp_size {recipe.rollout.engine.tp_size} spans {nodes} nodes of "
