@@ -4,10 +4,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from k31core.model.config import ModelConfig
+from k31core.model.layout import check_layout
 from k31core.model.sizes import PUBLISHED
 from k31core.plan.cards import CARD_MEMORY, GIB
 from k31core.plan.memory import Items, engine_share, sync_items, trainer_host_items, trainer_items
-from k31core.plan.ranks import RankWeights, build_rank, check_layout
+from k31core.plan.ranks import RankWeights, build_rank
 from k31core.recipe.load import resolve
 from k31core.recipe.recipe import Recipe
 

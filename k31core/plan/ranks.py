@@ -13,12 +13,11 @@ from k31core.model.config import ModelConfig
 from k31core.model.decoder import Decoder
 from k31core.model.lora import trainable_slots
 from k31core.model.weight_names import base_slots
-from k31core.parallel.mesh import LayoutError, Mesh, stage_layers
+from k31core.parallel.mesh import Mesh, stage_layers
 from k31core.parallel.ownership import owned
 from k31core.parallel.sharding import Stored
 from k31core.plan.fake_world import fake_mesh
 from k31core.recipe.recipe import Recipe
-from k31core.recipe.train import ParallelRecipe
 
 _PACKED = (Stored.PACKED, Stored.SCALE)
 
@@ -48,21 +47,6 @@ def lora_spec(recipe: Recipe) -> LoraSpec:
     lora = recipe.train.lora
     targets = LORA_TARGETS if lora.target_modules == "all-linear" else lora.target_modules
     return LoraSpec(lora.rank, lora.alpha, tuple(targets), lora.tie_gate_up, torch.bfloat16, recipe.seed)
-
-
-def check_layout(config: ModelConfig, parallel: ParallelRecipe) -> None:
-    """Refuse a layout that does not divide the model, naming the two numbers."""
-    pairs = (
-        ("MLA heads", config.num_attention_heads, "TP", parallel.tp),
-        ("KDA heads", config.kda_num_heads, "TP x CP", parallel.tp * parallel.cp),
-        ("vocabulary", config.vocab_size, "TP", parallel.tp),
-        ("routed experts", config.num_experts, "EP", parallel.ep),
-        ("dense FFN width", config.intermediate_size, "TP", parallel.tp),
-    )
-    for what, total, axis, size in pairs:
-        if total % size:
-            raise LayoutError(f"{what} {total} does not divide by {axis} = {size}")
-    stage_layers(config.num_hidden_layers, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
 
 
 def build_rank(config: ModelConfig, recipe: Recipe, rank: int) -> RankWeights:

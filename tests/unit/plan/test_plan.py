@@ -13,7 +13,6 @@ from k31core.model.weight_names import base_slots, expected_names
 from k31core.parallel.mesh import LayoutError, stage_layers
 from k31core.plan.fake_world import fake_mesh
 from k31core.plan.plan import Plan, PlanError, make_plan
-from k31core.plan.ranks import check_layout
 from k31core.recipe.load import load_recipe
 from k31core.recipe.train import ParallelRecipe
 
@@ -81,18 +80,10 @@ def test_what_does_not_fit_names_rank_and_setting() -> None:
     assert any("host 1" in p and "cluster.host_memory_gb" in p for p in problems)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"tp": 5}, "96 does not divide by TP = 5"),
-        ({"tp": 64, "cp": 2}, "96 does not divide by TP"),
-        ({"dp": 5, "ep": 5}, "896 does not divide by EP = 5"),
-        ({"pp": 4}, "93 layers do not split over 4 stages"),
-    ],
-)
-def test_layouts_that_do_not_divide(layout: dict[str, int], message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        check_layout(KIMI_K31, ParallelRecipe(**layout))
+def test_a_layout_that_does_not_divide_is_refused_before_anything_is_built() -> None:
+    recipe = load_recipe("k31-32xh200", ["train.parallel.first_stage_layers=23"])
+    with pytest.raises(LayoutError, match="93 layers"):
+        make_plan(recipe)
 
 
 def test_every_rank_has_its_own_place() -> None:
