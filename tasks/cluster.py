@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from k31core.checkpoint.commit import set_aside
 from k31core.checkpoint.lock import holder
 from k31core.cluster import actors
 from k31core.cluster.actors import WorkerLostError, WorkerSpec
+from k31core.cluster.engine_nodes import EngineRun, needs_node_workers, start_engine_nodes
 from k31core.observe.jsonl import write_atomic
 from k31core.observe.ledger import Phase
+from k31core.recipe.load import override_recipe
 from tasks.preflight import check_cluster
 from tasks.run_directory import Position, Run
 
@@ -48,6 +51,8 @@ def connect(run: Run) -> None:
     group = actors.ensure_placement_group(
         group_name(run.store.root), bundles, spread=False, timeout_s=recipe.cluster.bringup_timeout_s
     )
+    if needs_node_workers(recipe):
+        engine_spec = _join_engine_nodes(run, engine_spec)
     busy_s = min(30.0, recipe.cluster.phase_timeout_s)
     trainers = _attach_or_begin_ranks(trainer_specs, group, busy_s)
     pending = [*trainers, actors.attach_or_begin(engine_spec, group, busy_s=busy_s)]
@@ -152,6 +157,21 @@ def worker_specs(run: Run) -> tuple[list[WorkerSpec], WorkerSpec]:
         concurrent=True,
     )
     return trainers, engine
+
+
+def _join_engine_nodes(run: Run, spec: WorkerSpec) -> WorkerSpec:
+    """Start the engine's server process on each of its nodes; the rollout worker joins them by URL."""
+    arguments = spec.arguments
+    engine_run = EngineRun(
+        name_prefix=f"{run.store.root}:",
+        recipe_json=arguments["recipe_json"],
+        model_dir=arguments["model_dir"],
+        run_dir=arguments["run_dir"],
+        environment=spec.environment,
+    )
+    urls = start_engine_nodes(run.recipe, engine_run)
+    joined = override_recipe(run.recipe, [f"rollout.engine.server_urls={list(urls)}"])
+    return replace(spec, arguments={**arguments, "recipe_json": joined.model_dump_json()})
 
 
 def _environment(run: Run, threads: int) -> dict[str, str]:

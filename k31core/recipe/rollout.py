@@ -43,6 +43,7 @@ class EngineRecipe(Section):
     """Keep a host copy of the frozen base, so that a sync sends only the adapter."""
     mem_fraction_static: float | None = Field(None, gt=0.0, lt=1.0)
     startup_timeout_s: float = Field(3600.0, gt=0)
+    """Time until the engine answers, whoever started it."""
     request_timeout_s: float = Field(3600.0, gt=0)
     request_retries: int = Field(2, ge=0)
     """Times a request is sent again after a lost connection or a 5xx answer; its first result counts, once."""

@@ -311,8 +311,9 @@ def test_settings_other_than_the_recipes_are_refused_at_the_start() -> None:
 
 def test_no_server_is_an_error_that_names_it() -> None:
     async def main() -> None:
-        recipe = load_recipe("tiny", recipe_overrides(["http://127.0.0.1:9"], LIMITS))
-        with pytest.raises(EngineError, match=r"server_urls: http://127\.0\.0\.1:9/health: connection lost"):
+        overrides = [*recipe_overrides(["http://127.0.0.1:9"], LIMITS), "rollout.engine.startup_timeout_s=1"]
+        recipe = load_recipe("tiny", overrides)
+        with pytest.raises(EngineError, match=r"no answer within 1 s .*http://127\.0\.0\.1:9/health: connection lost"):
             await open_sglang(resolve(recipe), MODEL)
 
     asyncio.run(main())

@@ -1,7 +1,9 @@
 """From a recipe to a running engine: start or join the servers, compare them with the recipe, hand over."""
 
+import asyncio
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,6 @@ from k31core.rollout.engines.sglang.flags import (
 from k31core.rollout.engines.sglang.launch import ServerProcess, require_free_port
 from k31core.rollout.engines.sglang.payload import ModelShape
 from k31core.rollout.engines.sglang.versions import Abilities, abilities_of_server, inspect_tree, require_abilities
-
-JOIN_TIMEOUT_S = 60.0
 
 
 async def open_sglang(resolved: ResolvedRecipe, model_dir: Path, log_dir: Path | None = None) -> SglangEngine:
@@ -55,7 +55,7 @@ async def open_sglang(resolved: ResolvedRecipe, model_dir: Path, log_dir: Path |
             if processes:
                 await processes[index].wait_healthy(client, engine.startup_timeout_s)
             else:
-                await _require_answer(client)
+                await _wait_for_answer(client, engine.startup_timeout_s)
         # a tree that we can read says more than the version of a running server
         tree = inspect_tree(engine.sglang_path) if processes or engine.sglang_path else None
         has, base_version = await _compare(recipe, clients, tree)
@@ -107,10 +107,16 @@ def _start_here(recipe: Recipe, model_dir: Path, log_dir: Path, processes: list[
     return urls
 
 
-async def _require_answer(client: SglangClient) -> None:
-    problem = await client.healthy(JOIN_TIMEOUT_S)
-    if problem is not None:
-        raise EngineError(f"rollout.engine.server_urls: {problem}")
+async def _wait_for_answer(client: SglangClient, timeout_s: float) -> None:
+    """A server that somebody else started may still be loading its weights."""
+    deadline = time.monotonic() + timeout_s
+    while (problem := await client.healthy()) is not None:
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"rollout.engine.server_urls: no answer within {timeout_s:g} s (rollout.engine.startup_timeout_s): "
+                f"{problem}"
+            )
+        await asyncio.sleep(min(2.0, max(0.05, deadline - time.monotonic())))
 
 
 async def _compare(recipe: Recipe, clients: list[SglangClient], tree: Abilities | None) -> tuple[Abilities, str]:
