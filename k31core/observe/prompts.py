@@ -23,13 +23,16 @@ class PromptLedger:
     def record(self, step: int, prompts: Iterable[Mapping[str, Any]]) -> None:
         """Record the final states of one step; recording the same step again replaces it, so nothing counts twice."""
         rows = [{"step": step, **prompt} for prompt in prompts]
-        seen: set[tuple[str, int]] = set()
+        seen: set[tuple[str, int, int]] = set()
         for row in rows:
             if not row.get("prompt_id") or not row.get("state"):
                 raise PromptLedgerError(f"step {step}: prompt record {row} needs `prompt_id` and `state`")
-            key = (str(row["prompt_id"]), int(row.get("epoch", 0)))
+            # Kept duplicates have one id and different rows: each row drawn is a draw of its own.
+            key = (str(row["prompt_id"]), int(row.get("row", 0)), int(row.get("epoch", 0)))
             if key in seen:
-                raise PromptLedgerError(f"step {step}: prompt {key[0]} (epoch {key[1]}) has two final states")
+                raise PromptLedgerError(
+                    f"step {step}: prompt {key[0]} (row {key[1]}, epoch {key[2]}) has two final states"
+                )
             seen.add(key)
         self._journal.replace(lambda record: record["step"] == step, rows)
 
