@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from k31core.cluster.home import Home, read_services
@@ -120,6 +122,8 @@ def start_worker(home: Home, progress: Callable[[str], None]) -> None:
     """Start the worker that runs deployed flow runs, unless ours is already there."""
     if any(is_alive(record) for record in read_services(home).of("worker")):
         return
+    for name in crash_lost_runs():
+        progress(f"run {name} lost its process: marked as crashed")
     progress("starting the deployments' worker")
     environment = {
         **os.environ,
@@ -134,6 +138,48 @@ def start_worker(home: Home, progress: Callable[[str], None]) -> None:
     if record is None:
         raise ServiceError(f"the worker ended at once:\n{tail(log)}")
     add_process(home, "worker", record)
+
+
+def crash_lost_runs() -> list[str]:
+    """Mark runs of our pool as crashed whose process is gone; returns their names.
+
+    Such a run would hold the pool's only slot for ever when server and worker went down together. The automation then
+    puts it back to work.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+        WorkPoolFilter,
+        WorkPoolFilterName,
+    )
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    busy = FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING, StateType.CANCELLING])
+    lost = []
+    with get_client(sync_client=True) as client:
+        runs = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=busy)),
+            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL])),
+        )
+        living = flow_runs_with_a_process()
+        for run in runs:
+            if str(run.id) not in living:
+                client.set_flow_run_state(run.id, Crashed(message="its process is gone, and so was the worker"))
+                lost.append(run.name)
+    return lost
+
+
+def flow_runs_with_a_process() -> set[str]:
+    """Ids of the flow runs that a process of this user on this machine works on."""
+    found = set()
+    for process in psutil.process_iter(["environ"]):
+        run = (process.info["environ"] or {}).get("PREFECT__FLOW_RUN_ID")
+        if run is not None:
+            found.add(str(uuid.UUID(run)))
+    return found
 
 
 def write_api_url(url: str) -> None:
