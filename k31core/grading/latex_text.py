@@ -103,7 +103,6 @@ class _Reader:
 
     def _root_or_fraction(self, name: str, depth: int) -> str:
         """`√(a)` or `a/b`. Without its arguments a root is unreadable, and a fraction is a text equal to nothing."""
-        start = self.position
         if name == "sqrt":
             self._optional(depth)
         first = self._argument(depth)
@@ -113,8 +112,7 @@ class _Reader:
             return f"√({first})"
         second = None if first is None else self._argument(depth)
         if second is None:
-            self.position = start
-            return "%s/%s"
+            return "%s/%s" + (first or "")  # what was read stays read: going back would double the work at each level
         return f"{first}/{second}"
 
     def _name(self) -> str:

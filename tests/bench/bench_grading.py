@@ -5,6 +5,7 @@ python -m tests.bench.bench_grading hostile    10,000 hostile answers: verdicts,
 """
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from k31core.grading.extract import text_for_math_verify
 from k31core.grading.pool import GraderPool
 from k31core.grading.verdict import FAULTS
+from k31core.rl.types import Verdict
 from tests.unit.grading.hostile import hand_written, responses
 
 _SENTENCE = "We add the two terms and simplify, which gives the value below after a little algebra. "
@@ -114,6 +116,22 @@ def _bare_run(work: tuple[list[tuple[str, str]], float]) -> tuple[int, float]:
     return done, time.process_time() - cpu
 
 
+async def _grade_two_at_a_time(pool: GraderPool, pairs: list[tuple[str, str]]) -> tuple[list[Verdict], list[float]]:
+    """Verdicts and the seconds from question to verdict, two answers in the pool at any time (one a worker)."""
+    verdicts: list[Verdict | None] = [None] * len(pairs)
+    seconds = [0.0] * len(pairs)
+    waiting = iter(range(len(pairs)))
+
+    async def consume() -> None:
+        for index in waiting:
+            before = time.monotonic()
+            verdicts[index] = await pool.grade(*pairs[index], graders=("both",))
+            seconds[index] = time.monotonic() - before
+
+    await asyncio.gather(consume(), consume())
+    return [verdict for verdict in verdicts if verdict is not None], seconds
+
+
 def hostile(count: int, wall_s: float, seed: int) -> None:
     """Grades hostile answers with both graders and prints what happened; exits with 1 if anything went wrong."""
     with tempfile.TemporaryDirectory() as folder:
@@ -122,22 +140,19 @@ def hostile(count: int, wall_s: float, seed: int) -> None:
         with GraderPool(workers=2, wall_limit_s=wall_s, cpu_limit_s=wall_s, memory_limit_mb=512) as pool:
             pool.grade_many([("x</think>\\boxed{1}", "1")] * 2, graders=("both",))
             started = time.monotonic()
-            slowest, verdicts = 0.0, []
-            for first in range(0, count, 50):
-                before = time.monotonic()
-                verdicts += pool.grade_many(pairs[first : first + 50], graders=("both",))
-                slowest = max(slowest, time.monotonic() - before)
+            verdicts, seconds = asyncio.run(_grade_two_at_a_time(pool, pairs))
             elapsed = time.monotonic() - started
             after = pool.grade_many([("x</think>\\boxed{\\sqrt{12}}", "2\\sqrt{3}")] * 100, graders=("both",))
             healthy = all((v.deepscaler, v.math_verify) == (1, 1) for v in after)
             kills, crashes = pool.kills, pool.crashes
         executed = canary.exists()
-    valid = all(v.deepscaler in (0, 1) and v.math_verify in (0, 1) for v in verdicts)
+    valid = len(verdicts) == count and all(v.deepscaler in (0, 1) and v.math_verify in (0, 1) for v in verdicts)
     report = {
         "answers": count,
         "hand_written": len(hand_written(canary)),
         "seconds": round(elapsed, 1),
-        "slowest_50": round(slowest, 1),
+        "slowest_answer_s": round(max(seconds), 2),
+        "median_answer_ms": round(1000 * sorted(seconds)[count // 2], 2),
         "kills": kills,
         "crashes": crashes,
         "all_verdicts_0_or_1": valid,
