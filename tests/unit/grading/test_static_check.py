@@ -132,3 +132,15 @@ def test_small_numbers_are_compared_exactly(truth: str, given: str, equal: bool 
 def test_what_is_left_to_a_worker() -> None:
     pairs = Unsettled((("x+1", "1+x"), ("2x", "x*2")))
     assert grade_by_rules("x</think>\\boxed{(1+x, x*2)}", "(x+1,2x)") == pairs
+
+
+def test_broken_nested_fractions_take_linear_time() -> None:
+    # Going back to read a fraction without its second argument again doubled the work at each level.
+    for answer in (
+        "\\frac{" * 40 + "1" + "}" * 40,
+        "\\frac{1}{\\frac{x" * 20 + "}" * 40,
+        "\\sqrt{\\frac{x" * 20 + "}" * 40,
+    ):
+        started = time.process_time()
+        grade_by_rules(f"x</think>\\boxed{{{answer}}}", "\\sqrt{2}")
+        assert time.process_time() - started < 0.3
