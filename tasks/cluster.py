@@ -116,7 +116,7 @@ def worker_specs(run: Run) -> tuple[list[WorkerSpec], WorkerSpec]:
     run_dir, model_dir = str(run.store.root), str(run.prepared.model_dir)
     # one rendezvous file a bring-up: a stale one would make new ranks join a dead group
     init_method = f"file://{run.store.root}/.rendezvous-{uuid.uuid4().hex[:8]}" if world_size > 1 else ""
-    fingerprint = hashlib.sha256(json.dumps([text, run_dir, model_dir]).encode()).hexdigest()
+    fingerprint = hashlib.sha256(json.dumps([text, run_dir, model_dir, code_digest()]).encode()).hexdigest()
     names = worker_names(run.store.root, world_size)
     shares_gpu = recipe.cluster.colocate and recipe.train.device == "cuda"
     trainers = [
@@ -172,6 +172,15 @@ def _join_engine_nodes(run: Run, spec: WorkerSpec) -> WorkerSpec:
     urls = start_engine_nodes(run.recipe, engine_run)
     joined = override_recipe(run.recipe, [f"rollout.engine.server_urls={list(urls)}"])
     return replace(spec, arguments={**arguments, "recipe_json": joined.model_dump_json()})
+
+
+def code_digest() -> str:
+    """Digest of this package's sources: an actor of another version of the code is never attached to."""
+    root = Path(actors.__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _environment(run: Run, threads: int) -> dict[str, str]:
