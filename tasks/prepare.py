@@ -115,4 +115,11 @@ def _make_tiny(config: dict[str, Any], family: str, out_dir: str) -> None:
     """Runs in the child process: torch is imported here only."""
     from k31core.convert.tiny import make_tiny_checkpoint
 
-    make_tiny_checkpoint(TinyCheckpoint.model_validate(config), family, Path(out_dir), lambda done, total, note: None)
+    def progress(done: int, total: int, note: str) -> None:
+        tenth = max(1, total // 10)
+        if done == total or done // tenth > said[0]:
+            said[0] = done // tenth
+            print(f"  pre-training step {done} of {total}: {note}", flush=True)
+
+    said = [0]
+    make_tiny_checkpoint(TinyCheckpoint.model_validate(config), family, Path(out_dir), progress)

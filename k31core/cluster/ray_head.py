@@ -28,6 +28,8 @@ def use_token(home: Home, environment: MutableMapping[str, str]) -> None:
     environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     environment["RAY_DEDUP_LOGS"] = "0"
+    # Started by `uv run`, Ray would pack the working directory and start every worker through uv again.
+    environment["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 
 
 def start_head(home: Home, port: int, *, num_cpus: int, num_gpus: int) -> subprocess.Popen[bytes]:

@@ -7,6 +7,7 @@ a hash of the unordered pair of operands, so that `4+3=` is never held out while
 import hashlib
 import importlib.metadata
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,9 @@ class Sum:
 
 def arithmetic_problems(max_operand: int, seed: int) -> list[Sum]:
     """Every distinct sum of two operands 1..max_operand that the generator draws, sorted."""
-    import reasoning_gym  # a large package: seconds to import
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when compiled the first time
+        import reasoning_gym  # a large package: seconds to import
 
     generator = reasoning_gym.create_dataset(
         "basic_arithmetic",

@@ -20,6 +20,7 @@ import numpy as np
 
 from k31core.rollout.data import COLUMNS_FILE, MANIFEST_FILE, PreparedSplit
 from k31core.rollout.dataset_file import DataError, Row, read_rows, source_files
+from k31core.rollout.tokenizer import TokenizerError, load_tokenizer
 
 FORMAT = 1
 """Raise when the prepared file or the meaning of a setting changes."""
@@ -111,17 +112,10 @@ def content_digest(source: Path, model_dir: Path, settings: PrepareSettings) -> 
 
 def chat_encoder(model_dir: Path, thinking_effort: str | None, *, trust_remote_code: bool = False) -> Encode:
     """Messages to token ids with the tokenizer's own chat template, generation prompt included. Raises DataError."""
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(model_dir), trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise DataError(
-            f"{model_dir}: its tokenizer cannot be loaded ({error}); a tokenizer with its own Python code needs "
-            "model.trust_remote_code and a pinned model.revision"
-        ) from error
+        tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    except TokenizerError as error:
+        raise DataError(str(error)) from error
     if not tokenizer.chat_template and type(tokenizer).apply_chat_template is _plain_apply():
         raise DataError(
             f"{model_dir}: the tokenizer has no chat template (no `chat_template` in tokenizer_config.json and no "

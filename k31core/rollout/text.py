@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from k31core.rl.types import Completion, FinishReason
-
-
-class TokenizerError(ValueError):
-    """A model directory without a usable tokenizer: names the file and what to do."""
+from k31core.rollout.tokenizer import TokenizerError, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +20,7 @@ class TextCodec:
     @staticmethod
     def load(model_dir: Path, *, trust_remote_code: bool = False) -> "TextCodec":
         """The tokenizer of a checkpoint directory. Raises TokenizerError when it is unusable or has no end token."""
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(model_dir), trust_remote_code=trust_remote_code, local_files_only=True
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise TokenizerError(
-                f"{model_dir}: its tokenizer cannot be loaded ({error}); a tokenizer with its own Python code needs "
-                "model.trust_remote_code and a pinned model.revision"
-            ) from error
+        tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
         stops = _generation_stops(model_dir / "generation_config.json")
         if tokenizer.eos_token_id is not None:
             stops.add(int(tokenizer.eos_token_id))
