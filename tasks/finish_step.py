@@ -58,9 +58,12 @@ def step_metrics(run: Run, step: int) -> dict[str, Any]:
 
 
 def restore_history(run: Run) -> None:
-    """Fill in metrics of steps that are in the ledger but were not written before a kill."""
+    """Fill in metrics of earlier steps that are in the ledger but were not written before a kill.
+
+    The step that the trainer holds is left to `close_step`: its sync may not have happened yet.
+    """
     present = {row["step"] for row in run.store.metrics.history}
-    for step in range(1, run.position.trained + 1):
+    for step in range(1, run.position.trained):
         if step not in present and run.store.ledger.last(Phase.TRAIN, step):
             run.store.metrics.record(step, step_metrics(run, step))
 

@@ -18,10 +18,12 @@ def states(lab) -> dict[str, dict]:
     lab.fault("futile", "train", "error 2 always")
     lab.fault("nan", "gradient", "nan 2")
     lab.fault("hung", "rollout", "hang 4")
-    for run_id, number in (("killed", signal.SIGKILL), ("interrupted", signal.SIGINT)):
-        process = lab.start(lab.parameters(run_id), K31_FAKE_SECONDS="0.4")
+    ends = {"killed": signal.SIGKILL, "interrupted": signal.SIGINT}
+    processes = {run_id: lab.start(lab.parameters(run_id), K31_FAKE_SECONDS="0.4") for run_id in ends}
+    for run_id, process in processes.items():
         lab.wait_for(run_id, "sync", 4)
-        os.kill(process.pid, number)
+        os.kill(process.pid, ends[run_id])
+    for process in processes.values():
         process.wait(60)
     first = ["whole", "killed", "interrupted", "lost-rollout", "lost-train", "hung"]
     hurried = {"hung": ("cluster.phase_timeout_s=5",)}
