@@ -3,9 +3,11 @@
 import fcntl
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from k31core.cluster import prefect_server, ray_head
 from k31core.cluster.home import Home, Services, forget_services, read_services, write_services
@@ -59,8 +61,10 @@ class Bringup:
         self._deadline = time.monotonic() + options.timeout_s
         self._server: ProcessRecord | None = None
         self._starter: subprocess.Popen[bytes] | None = None
-        self._lock = (home.root / "services.lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # two commands started together bring the services up once
+        # one bring-up at a time for this user, whatever the home: two would choose the same free port, and two commands
+        # of one home would start everything twice
+        self._lock = (Path(tempfile.gettempdir()) / f"k31-bringup-{os.getuid()}.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             self.endpoints = self._begin()
         except BaseException:
