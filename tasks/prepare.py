@@ -12,6 +12,7 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from k31core.checkpoint.commit import sha256_file
+from k31core.checkpoint.verify_files import structure_problems
 from k31core.cluster.home import Home, find_home
 from k31core.observe.ledger import Phase
 from k31core.recipe.load import load_recipe
@@ -67,11 +68,17 @@ def _local_model(recipe: Recipe, models: Path) -> Path:
             f"model.source is 'local' but {directory} holds no config.json: put the checkpoint there, set "
             f"K31_MODEL_DIR to where it is, or use model.source=hub"
         )
+    problems = structure_problems(directory)
+    if problems:
+        raise ModelMissingError(
+            f"the checkpoint in {directory} is not whole: "
+            + "; ".join(f"{problem.path}: {problem.detail}" for problem in problems[:3])
+        )
     return directory
 
 
 class ModelMissingError(ValueError):
-    """A local checkpoint that is not there: names the directory."""
+    """A local checkpoint that is not there or not whole: names the directory and the file."""
 
 
 @task(
