@@ -16,7 +16,7 @@ from k31core.checkpoint.store import RunStore, create_run, run_ids
 from k31core.cluster.actors import Worker, WorkerLostError, wait_for
 from k31core.cluster.home import Home, find_home
 from k31core.observe.jsonl import read_lines
-from k31core.observe.ledger import Attempt, Phase
+from k31core.observe.ledger import Attempt, Phase, has_ended, waits_for_a_person
 from k31core.recipe.load import load_recipe, override_recipe, read_resolved, resolve
 from k31core.recipe.recipe import Recipe
 
@@ -236,7 +236,6 @@ def newest_unfinished(save_dir: Path) -> str | None:
     """The newest run that was neither finished nor ended by a person or the watchdog."""
     for run_id in reversed(run_ids(save_dir)):
         records, _ = read_lines(save_dir / run_id / "ledger.jsonl")
-        ended = any(record["phase"] == Phase.REPORT for record in records)
-        if not ended and not (records and records[-1]["phase"] in (Phase.INTERRUPTED, Phase.WATCHDOG)):
+        if not has_ended(records) and not waits_for_a_person(records):
             return run_id
     return None

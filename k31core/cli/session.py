@@ -12,6 +12,8 @@ from k31core.checkpoint.lock import LockedError, holder
 from k31core.checkpoint.store import StoreError, create_run, run_ids
 from k31core.cluster.home import Home, find_home
 from k31core.cluster.services import Bringup, ServiceOptions, connect_environment
+from k31core.observe.jsonl import read_lines
+from k31core.observe.ledger import has_ended
 from k31core.recipe.load import load_recipe, override_recipe, read_resolved, resolve
 from k31core.recipe.recipe import Recipe
 
@@ -43,7 +45,7 @@ class Order:
         return overrides
 
 
-def run_order(order: Order) -> int:
+def run_order(order: Order, stage: str = "all") -> int:
     """Check everything that can be checked at once, bring up services, run the flow; returns the exit code."""
     from k31core.cli.live import LiveDisplay
 
@@ -62,6 +64,7 @@ def run_order(order: Order) -> int:
         "resume": order.resume is not None,
         "num_rollout": order.num_rollout,
         "skip_saving": order.skip_saving,
+        "stage": stage,
         "requested_by": "user",
     }
     return run_flow(parameters, root, display)
@@ -87,11 +90,9 @@ def check_order(order: Order) -> tuple[Recipe, Path]:
 
 def newest_run(save_dir: Path) -> str:
     """The newest run that has not ended. Raises StoreError when there is none."""
-    from k31core.observe.jsonl import read_lines
-
     for run_id in reversed(run_ids(save_dir)):
         records, _ = read_lines(save_dir / run_id / "ledger.jsonl")
-        if not any(record["phase"] == "report" for record in records):
+        if not has_ended(records):
             return run_id
     raise StoreError(
         f"nothing to resume in {save_dir}: every run there has ended (give its name to go on with more steps)"
@@ -140,7 +141,11 @@ def run_flow(parameters: dict[str, Any], root: Path, display: Any) -> int:
         except KeyboardInterrupt:
             return 130
     if state.is_completed():
-        display.summary(state.result())
+        if parameters["stage"] == "all":
+            display.summary(state.result())
+        else:
+            for name, value in state.result().items():
+                display.say(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
         return 0
     if state.is_cancelled():
         print_error(str(state.message))

@@ -75,11 +75,12 @@ def _show_runs(console: Any, save_dir: Path) -> None:
 
 def _state(root: Path, who: str | None) -> str:
     from k31core.observe.jsonl import read_lines
+    from k31core.observe.ledger import has_ended
 
     if who is not None:
         return f"running ({who})"
     records, _ = read_lines(root / "ledger.jsonl")
-    if any(record["phase"] == "report" for record in records):
+    if has_ended(records):
         return "ended"
     if records and records[-1]["phase"] == "watchdog":
         return "stopped by the watchdog"
