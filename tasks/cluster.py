@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import signal
+import threading
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +74,11 @@ def connect_ray(run: Run) -> None:
     if not address:
         raise actors.ClusterError("RAY_ADDRESS is not set: `k31 up` starts a local head and prints what to export")
     local = {"_node_ip_address": "127.0.0.1"} if address.startswith("127.") else {}
+    on_terminate = signal.getsignal(signal.SIGTERM)
     ray.init(address=address, namespace=actors.NAMESPACE, log_to_driver=False, logging_level="warning", **local)
+    if threading.current_thread() is threading.main_thread():
+        # Ray takes SIGTERM for itself and aborts; Prefect's handler turns it into an interruption that we can act on
+        signal.signal(signal.SIGTERM, on_terminate)
     run.cleanup.append(ray.shutdown)
 
 

@@ -157,7 +157,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, KeyboardInterrupt | TerminationSignal):
+            if isinstance(error, KeyboardInterrupt | TerminationSignal | SystemExit):
                 self._commit_what_is_whole()
         finally:
             for close in reversed(self.cleanup):

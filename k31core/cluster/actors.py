@@ -116,6 +116,8 @@ def wait_for(workers: Sequence[Worker], calls: Sequence[ray.ObjectRef], method: 
         ) from error
     except ray.exceptions.RayTaskError as error:
         raise error.cause or error from None
+    except SystemError as error:  # a signal's exception (a cancel) that was raised inside Ray's C code comes wrapped
+        raise error.__cause__ or error from None
     except ray.exceptions.RayActorError as error:
         raise WorkerLostError(f"{names}: the process died during `{method}`: {_first_line(error)}") from error
 
