@@ -4,6 +4,8 @@ The expressions come as text and are read by `algebra.py`; sympy objects are bui
 except digits and the names of letters, so nothing of an answer is ever parsed or evaluated by sympy or Python.
 """
 
+from operator import add, mul, pow, sub, truediv
+
 import mpmath  # type: ignore[import-untyped]
 import sympy
 
@@ -16,6 +18,9 @@ _POINTS = (("0.7316", "0.2913"), ("-1.3871", "0.8459"), ("2.2361", "-0.5772"))
 """Where letters are put to see that two expressions differ: nothing special happens at these complex numbers."""
 
 _DIGITS = 30
+
+_APPLY = {"+": add, "-": sub, "*": mul, "/": truediv, "^": pow}
+"""What each operator of a parsed expression does, to sympy objects and to numbers alike."""
 
 
 def grade_pairs(pairs: list[tuple[str, str]]) -> Outcome:
@@ -62,17 +67,7 @@ def build(node: Node) -> sympy.Expr:
                 return -value
             return getattr(sympy, {"ln": "log"}.get(function, function))(value)
         case Binary(operator=operator, left=left, right=right):
-            a, b = build(left), build(right)
-            match operator:
-                case "+":
-                    return a + b
-                case "-":
-                    return a - b
-                case "*":
-                    return a * b
-                case "/":
-                    return a / b
-            return a**b
+            return _APPLY[operator](build(left), build(right))
 
 
 def _differ_somewhere(truth: Node, answer: Node) -> bool:
@@ -111,14 +106,4 @@ def _number(node: Node, point: tuple[str, str], shift: int) -> mpmath.mpc:
             called = {"sqrt": mpmath.sqrt, "ln": mpmath.log, "factorial": mpmath.factorial, "factorial2": mpmath.fac2}
             return mpmath.mpc(called[function](value))
         case Binary(operator=operator, left=left, right=right):
-            a, b = _number(left, point, shift), _number(right, point, shift)
-            match operator:
-                case "+":
-                    return a + b
-                case "-":
-                    return a - b
-                case "*":
-                    return a * b
-                case "/":
-                    return a / b
-            return a**b
+            return _APPLY[operator](_number(left, point, shift), _number(right, point, shift))
