@@ -15,6 +15,9 @@ from k31core.cluster.processes import ProcessRecord, ServiceError, free_port, pr
 OBJECT_STORE_BYTES = 128 * 1024**2
 """Manifests only travel through Ray; tensors go through files."""
 
+UV_RUN_RUNTIME_ENV = "0"
+"""Started by `uv run`, Ray would pack the working directory and start every worker through uv again, on any cluster."""
+
 
 def use_token(home: Home, environment: MutableMapping[str, str]) -> None:
     """Set what every Ray process of ours needs; makes the secret when there is none."""
@@ -28,8 +31,7 @@ def use_token(home: Home, environment: MutableMapping[str, str]) -> None:
     environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     environment["RAY_DEDUP_LOGS"] = "0"
-    # Started by `uv run`, Ray would pack the working directory and start every worker through uv again.
-    environment["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    environment["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = UV_RUN_RUNTIME_ENV
 
 
 def start_head(home: Home, port: int, *, num_cpus: int, num_gpus: int) -> subprocess.Popen[bytes]:

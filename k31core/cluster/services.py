@@ -48,6 +48,7 @@ def connect_environment(home: Home, endpoints: Endpoints) -> None:
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_ENABLED", "false")
     os.environ["RAY_ADDRESS"] = endpoints.ray_address
     os.environ["K31_HOME"] = str(home.root)
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = ray_head.UV_RUN_RUNTIME_ENV
     if endpoints.ray_address.startswith("127."):
         ray_head.use_token(home, os.environ)
 
