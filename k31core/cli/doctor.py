@@ -54,7 +54,7 @@ def doctor(
         check_shared_memory,
         check_loopback,
         lambda: check_gpu(needed=gpu),
-        lambda: check_optional("sglang", needed=sglang, advice="the branch named in the recipe; see README"),
+        lambda: check_optional("sglang", needed=sglang, advice="the branch that docs/runbook.md names"),
         lambda: check_optional("fla-core", needed=gpu, advice="uv sync --extra gpu"),
         check_wandb,
     ]

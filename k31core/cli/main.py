@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import warnings
 from typing import Any
 
 import typer
@@ -90,6 +91,8 @@ def _root() -> None:
 def main() -> None:
     """Entry point of the `k31` script."""
     arguments, debug = prepare_arguments(sys.argv[1:])
+    if not debug:  # at import megatron-core warns of every optional package that is not there
+        warnings.filterwarnings("ignore", module=r".*\bmegatron.core\b")
     sys.exit(run(arguments, debug=debug))
 
 

@@ -42,16 +42,17 @@ def print_plan(plan: Plan, console: Any) -> None:
 
 
 def _stage_table(stages: list[RankPlan], plan: Plan) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title="trainer rank by pipeline stage (GiB)", title_justify="left")
-    table.add_column("")
+    table = Table(title="trainer rank by pipeline stage (GiB)", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("stage\nlayers")
     for stage in stages:
         first, last = stage.weights.layers
-        table.add_column(f"stage {stage.weights.stage}\nlayers {first}-{last}", justify="right")
+        table.add_column(f"{stage.weights.stage}\n{first}-{last}", justify="right")
     names = dict.fromkeys(name for stage in stages for name in stage.items)
     for name in names:
-        table.add_row(name, *(f"{stage.items.get(name, 0) / GIB:.2f}" for stage in stages))
+        table.add_row(name.replace("_", " "), *(f"{stage.items.get(name, 0) / GIB:.2f}" for stage in stages))
     table.add_section()
     for phase in stages[0].phases:
         table.add_row(f"card, {phase} phase", *(f"{stage.phases[phase] / GIB:.1f}" for stage in stages))
@@ -61,22 +62,35 @@ def _stage_table(stages: list[RankPlan], plan: Plan) -> Any:
 
 
 def _engine_table(plan: Plan) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("", "GiB", title="every engine rank", title_justify="left")
+    table = Table("", "GiB", title="every engine rank", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.columns[1].justify = "right"
     for name, value in plan.engine.items():
-        table.add_row(name, f"{value / GIB:.2f}")
+        table.add_row(name.replace("_", " "), f"{value / GIB:.2f}")
     table.add_section()
     table.add_row("sum", f"{sum(plan.engine.values()) / GIB:.1f}")
     return table
 
 
 def _host_table(hosts: list[HostPlan]) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     names = list(dict.fromkeys(name for host in hosts for name in host.items))
-    table = Table("host", "ranks", *names, "sum", title="hosts (GB)", title_justify="left")
+    headings = (name.replace("_", " ") for name in names)  # words wrap in a narrow terminal, names are cut
+    table = Table(
+        "host",
+        "ranks",
+        *headings,
+        "sum",
+        title="hosts (GB)",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for host in hosts:
