@@ -9,10 +9,17 @@ SGLang's shared outer LoRA expects them. Values are copied byte for byte in both
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from k31core.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
+from k31core.checkpoint.adapter import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterError,
+    adapter_config_json,
+    read_adapter_config,
+)
 from k31core.checkpoint.tensor_file import Entry, TensorFile
 from k31core.checkpoint.tensor_writer import TensorFileWriter
 
@@ -67,16 +74,7 @@ def export_peft(directory: Path, target: Path, *, shard_bytes: int = 5 * 10**9) 
         _write_json(target / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(
         target / CONFIG_FILE,
-        {
-            "peft_type": "LORA",
-            "r": config.rank,
-            "lora_alpha": config.alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "task_type": "CAUSAL_LM",
-            "target_modules": modules,
-            "experts_shared_outer_loras": True,
-        },
+        adapter_config_json(replace(config, targets=tuple(modules))),
     )
     return written
 

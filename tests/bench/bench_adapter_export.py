@@ -6,8 +6,6 @@ one rank at the recipe's shapes (112 experts, rank 32), repeated until it fills 
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +15,7 @@ from k31core.ops.digest import Flattener, check_equal, unflatten
 from k31core.ops.digest.bucket import DEFAULT_BUCKET_BYTES
 from k31core.ops.digest.kernel import copy_and_digest, plan_copies
 from k31core.ops.digest.tensor import digests_of_sums
+from tests.bench.device_time import milliseconds
 
 EXPERTS, LATENT, FFN, RANK, LAYERS = 112, 3584, 3072, 32, 92
 
@@ -32,21 +31,6 @@ def make_adapter() -> dict[str, Tensor]:
     }
     names = [(f"layers.{i}.experts.{name}", shape) for i in range(LAYERS) for name, shape in shapes.items()]
     return {name: torch.randn(shape, device="cuda").bfloat16() for name, shape in names}
-
-
-def milliseconds(run: Callable[[], object], repeats: int = 9) -> float:
-    """Median wall time on the device of `run` after warming up."""
-    for _ in range(2):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def main() -> None:

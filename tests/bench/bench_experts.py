@@ -7,8 +7,6 @@ its FLOPs over the matrix rate and its bytes (each read or written once) over th
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 from k31core.ops.experts import ExpertLora, PackedExperts, expert_mlp
 from k31core.ops.experts import kernel_launch as launch
 from k31core.ops.experts.kernel_build import TileSet
+from tests.bench.device_time import milliseconds
 
 EXPERTS, LATENT, FFN, RANK = 112, 3584, 3072, 32
 FLOPS_PER_ROW = 2 * 3 * LATENT * FFN
@@ -59,21 +58,6 @@ def peer_products(x: Tensor, offsets: Tensor, w1: Tensor, w3: Tensor, w2: Tensor
     a32, b32 = a.float(), b.float()
     h = (4 * torch.tanh(a32 / 4) * torch.sigmoid(a32) * 25 * torch.tanh(b32 / 25)).to(x.dtype)
     return torch._grouped_mm(h, w2.transpose(1, 2), offs=offsets)
-
-
-def milliseconds(run: Callable[[], object], repeats: int = 15) -> float:
-    """Median time of `run` after warming up."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def make_weights() -> PackedExperts:

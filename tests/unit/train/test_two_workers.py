@@ -6,38 +6,16 @@ import numpy as np
 import pytest
 
 from k31core.checkpoint.adapter_digest import digest_of_file
-from k31core.convert.tiny_data import make_arithmetic_dataset
-from k31core.convert.tiny_tokenizer import write_tokenizer
 from k31core.recipe.load import load_recipe
-from k31core.rollout.prepare_data import PrepareSettings, prepare_split
 from k31core.workers.rollout import RolloutWorker
 from k31core.workers.train import TrainWorker
-from tests.model_cases import config_of, write_checkpoint
-
-OVERRIDES = (
-    "rollout.prompts_per_step=3",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_tokens=12",
-    "rollout.top_logprobs_num=8",
-    "train.lora.rank=4",
-    "train.lora.alpha=8",
-)
+from tests.loop_inputs import OVERRIDES, write_loop_inputs
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """(model directory, data directory) of a random 4-layer model with the tiny tokenizer and sums."""
-    root = tmp_path_factory.mktemp("loop")
-    model = root / "model"
-    model.mkdir()
-    write_checkpoint(model, config_of(layers=4, mla=(4,), vocab_size=32))
-    write_tokenizer(model)
-    make_arithmetic_dataset(root / "raw", max_operand=9, heldout_one_in=5, seed=0)
-    (root / "data").mkdir()
-    for name in ("train", "heldout"):
-        made = prepare_split(root / "raw", model, root / "prepared", PrepareSettings(name, 32))
-        (root / "data" / name).symlink_to(made)
-    return model, root / "data"
+    return write_loop_inputs(tmp_path_factory.mktemp("loop"))
 
 
 @pytest.mark.parametrize(
