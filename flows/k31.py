@@ -12,11 +12,12 @@ from prefect import flow
 from prefect.client.schemas.objects import State, StateType
 from prefect.logging import get_run_logger
 
+from k31core.recipe.eval_request import EvalRequest
 from tasks.artifacts import ProgressArtifact
-from tasks.cluster import WorkerLostError, connect, release
-from tasks.evaluate import evaluate
+from tasks.cluster import WorkerLostError, connect, connect_engine, release
+from tasks.evaluate import evaluate, evaluate_adapter, open_saved_run
 from tasks.finish_step import WatchdogStop, finish_step, restore_history
-from tasks.prepare import prepare, prepare_inputs
+from tasks.prepare import prepare, prepare_evaluation, prepare_inputs
 from tasks.report import report
 from tasks.rollout import rollout
 from tasks.run_directory import NothingToResumeError, Request, Run, begin_attempt, open_run
@@ -28,7 +29,7 @@ from tasks.train import train
 
 
 @flow(name="k31", persist_result=True, result_serializer="json", result_storage=STORAGE_NAME)
-def k31(
+def k31(  # noqa: PLR0913 - the parameters of the deployments
     recipe: str = "tiny",
     overrides: list[str] | None = None,
     save_dir: str = "runs",
@@ -38,14 +39,24 @@ def k31(
     skip_saving: bool = False,
     stage: Literal["all", "prepare", "eval"] = "all",
     requested_by: str = "service",
+    data: str | None = None,
+    step: int | None = None,
+    n_samples_per_eval_prompt: int | None = None,
+    temperature: float | None = None,
 ) -> dict[str, Any] | State:
     """Train the recipe, or continue the run `run_id` (with `resume` and no id: the newest unfinished one).
 
-    Stage `prepare` ends when checkpoint and data set are there, `eval` evaluates the newest save of a run.
+    Stage `prepare` ends when checkpoint and data set are there. Stage `eval` evaluates a save of a run (the newest one,
+    or that of `step`) on the recipe's held-out set, or on `data`: a file, a folder, or `owner/name` on the Hub; only it
+    reads the last four parameters.
     """
     request = Request(recipe, tuple(overrides or ()), save_dir, run_id, resume, num_rollout, skip_saving, requested_by)
     if stage == "prepare":
         return prepare_inputs(request)
+    if stage == "eval":
+        return evaluate_save(
+            request, EvalRequest(data, step, n_samples_per_eval_prompt, temperature, request.overrides)
+        )
     try:
         run = open_run(request)
     except NothingToResumeError as nothing:
@@ -53,8 +64,6 @@ def k31(
     except ValueError as error:  # a wrong recipe, a locked or foreign directory: trying again cannot help
         return stopped(str(error))
     with run:
-        if stage == "eval":
-            return evaluate_save(run)
         refusal = begin_attempt(run)
         if refusal:
             return stopped(refusal)
@@ -73,15 +82,19 @@ def k31(
         return summary
 
 
-def evaluate_save(run: Run) -> dict[str, Any]:
-    """Serve what the trainer holds (the newest save, or more) and evaluate it; returns the metrics."""
-    prepare(run)
-    connect(run)
-    step = run.position.trained
-    sync(run, step)
-    metrics = evaluate(run, step, policy_version=step, again=True)
-    release(run)
-    return {"step": step, **metrics}
+def evaluate_save(request: Request, wanted: EvalRequest) -> dict[str, Any] | State:
+    """Serve a save with the engine alone and evaluate it; returns the metrics, the step and the table's path."""
+    try:
+        run = open_saved_run(request, wanted)
+    except ValueError as error:
+        return stopped(str(error))
+    with run:
+        prepare_evaluation(run)
+        connect_engine(run)
+        try:
+            return evaluate_adapter(run, wanted.step)
+        finally:
+            release(run)
 
 
 def train_loop(run: Run) -> None:
@@ -119,9 +132,15 @@ def close_step(run: Run, step: int) -> None:
 
 def recover(run: Run, lost: WorkerLostError) -> None:
     """Replace what was lost and go back to the last save; committed rollouts are used again. Gives up in the end."""
-    get_run_logger().warning("after step %d: %s", run.position.trained, lost)
-    run.count_loss(lost)
-    connect(run)
+    again: WorkerLostError | None = lost
+    while again is not None:
+        get_run_logger().warning("after step %d: %s", run.position.trained, again)
+        run.count_loss(again)
+        try:
+            connect(run)
+            again = None
+        except WorkerLostError as one_more:
+            again = one_more
 
 
 def stopped(reason: str) -> State:

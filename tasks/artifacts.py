@@ -1,7 +1,10 @@
 """Prefect artifacts: an index of the run directory for the UI, never the truth."""
 
+import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
@@ -24,6 +27,9 @@ TABLE_COLUMNS = (
 )
 """Columns of the metrics table; everything else is in `metrics.jsonl`."""
 TABLE_ROWS = 50
+EVAL_ROWS = 200
+"""Problems in the table of an evaluation: an artifact is a row of the server's database, not a place for megabytes."""
+_LABEL_CHARS = 60
 
 
 def publish_adapter(run: Run, saved: Commit, reward: float | None) -> None:
@@ -63,6 +69,43 @@ def publish_metrics(run: Run, history: Sequence[Mapping[str, Any]]) -> None:
         table=table[-TABLE_ROWS:],
         description=f"Step {last['step']} of {run.last_step}, reward {_cell(last.get(names.RAW_REWARD))}",
     )
+
+
+def publish_evaluation(run: Run, path: Path) -> None:
+    """A version of the table of an evaluation, one row a problem; `path` is the whole of it in the run directory."""
+    if not run.recipe.observe.prefect_artifacts:
+        return
+    content = json.loads(path.read_bytes())
+    name, problems = run.recipe.eval.name, content["problems"]
+    numbers = {key: _cell(value) for key, value in content["metrics"].items()}
+    head = ", ".join(f"{key} {value}" for key, value in numbers.items() if key.startswith(f"eval/{name}"))
+    rest = f"the first {EVAL_ROWS} of {len(problems)} problems; all" if len(problems) > EVAL_ROWS else "all"
+    create_table_artifact(
+        key=f"k31-eval-{run.artifact_key}-{artifact_name(name)}",
+        table=[problem_row(problem) for problem in problems[:EVAL_ROWS]],
+        description=f"**Step {content['step']} on {name}**: {head}. Below: {rest} of them with answers in `{path}`",
+    )
+
+
+def problem_row(problem: Mapping[str, Any]) -> dict[str, Any]:
+    """A problem of an evaluation's table file as a row for the UI; `reason` counts the verdicts of its answers."""
+    label = str(problem["label"])
+    reasons = Counter(problem["reasons"]).most_common()
+    alone = len(reasons) == 1
+    return {
+        "row": problem["row"],
+        "problem": problem["prompt_id"],
+        "label": label if len(label) <= _LABEL_CHARS else label[: _LABEL_CHARS - 1] + "…",
+        "correct": f"{problem['right']}/{problem['samples']}",
+        "truncated": problem["truncated"],
+        "mean length": round(problem["response_len_mean"], 1),
+        "reason": reasons[0][0] if alone else ", ".join(f"{reason} {count}" for reason, count in reasons),
+    }
+
+
+def artifact_name(text: str) -> str:
+    """`text` as Prefect allows it in artifact keys."""
+    return "".join(c if c.isascii() and (c.islower() or c.isdigit()) else "-" for c in text.lower())
 
 
 class ProgressArtifact:

@@ -26,7 +26,7 @@ from k31core.recipe.load import override_recipe
 from tasks.preflight import check_cluster
 from tasks.run_directory import Position, Run
 
-__all__ = ["WorkerLostError", "connect", "connect_ray", "release"]
+__all__ = ["WorkerLostError", "connect", "connect_engine", "connect_ray", "release"]
 
 GROUP_PREFIX = "k31:"
 WORKERS_FILE = "workers.json"
@@ -44,15 +44,7 @@ def connect(run: Run) -> None:
     """
     connect_ray(run)
     recipe = run.recipe
-    if not actors.names(f"{run.store.root}:"):  # with workers to attach to, their own memory would be in the way
-        run.worker_environment = check_cluster(run)
-    trainer_specs, engine_spec = worker_specs(run)
-    bundles = [_bundle(spec) for spec in [*trainer_specs, engine_spec]]
-    for left in release_leftovers(run):
-        get_run_logger().info("took down the workers of %s, which nobody works on", left)
-    group = actors.ensure_placement_group(
-        group_name(run.store.root), bundles, spread=False, timeout_s=recipe.cluster.bringup_timeout_s
-    )
+    trainer_specs, engine_spec, group = _place(run)
     if needs_node_workers(recipe):
         engine_spec = _join_engine_nodes(run, engine_spec)
     busy_s = min(30.0, recipe.cluster.phase_timeout_s)
@@ -64,6 +56,38 @@ def connect(run: Run) -> None:
     _write_worker_pids(run)
     _start_new(run)
     run.position = _position(run)
+
+
+@task(name="engine", task_run_name="engine", cache_policy=NO_CACHE, persist_result=False)
+def connect_engine(run: Run) -> None:
+    """Start the engine alone, for an evaluation, in the place that it has in training.
+
+    Workers that an earlier attempt left are ended: the run goes on from its last save.
+    """
+    connect_ray(run)
+    release(run)
+    _, engine_spec, group = _place(run)
+    engine_spec = replace(engine_spec, arguments={**engine_spec.arguments, "evaluate_only": True})
+    if needs_node_workers(run.recipe):
+        engine_spec = _join_engine_nodes(run, engine_spec)
+    pending = actors.attach_or_begin(engine_spec, group)
+    run.engine = actors.finish(pending, timeout_s=run.recipe.cluster.bringup_timeout_s)
+    _write_worker_pids(run)
+    _start_new(run)
+
+
+def _place(run: Run) -> tuple[list[WorkerSpec], WorkerSpec, Any]:
+    """(trainer ranks, engine, their placement group), after a look at the cluster when no worker runs yet."""
+    if not actors.names(f"{run.store.root}:"):  # with workers to attach to, their own memory would be in the way
+        run.worker_environment = check_cluster(run)
+    trainer_specs, engine_spec = worker_specs(run)
+    bundles = [_bundle(spec) for spec in [*trainer_specs, engine_spec]]
+    for left in release_leftovers(run):
+        get_run_logger().info("took down the workers of %s, which nobody works on", left)
+    group = actors.ensure_placement_group(
+        group_name(run.store.root), bundles, spread=False, timeout_s=run.recipe.cluster.bringup_timeout_s
+    )
+    return trainer_specs, engine_spec, group
 
 
 def connect_ray(run: Run) -> None:
@@ -209,12 +233,11 @@ def _bundle(spec: WorkerSpec) -> dict[str, float]:
 
 def _attach_or_begin_ranks(specs: list[WorkerSpec], group: Any, busy_s: float) -> list[actors.Pending]:
     """All ranks attached, or all new: a living rank of a broken process group is of no use."""
-    pending = [actors.attach_or_begin(spec, group, busy_s=busy_s) for spec in specs]
-    if len({item.attached for item in pending}) == 1:
-        return pending
-    for spec in specs:
-        actors.kill(spec.name)
-    return [actors.attach_or_begin(spec, group) for spec in specs]
+    attached = actors.attach_together(specs, busy_s=busy_s)
+    if attached is not None:
+        return attached
+    actors.kill_all([spec.name for spec in specs])
+    return [actors.Pending(spec, actors.start(spec, group), attached=False) for spec in specs]
 
 
 def _replace_busy_engine(run: Run, group: Any) -> None:

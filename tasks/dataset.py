@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from k31core.rollout.dataset_file import DataError
 from k31core.rollout.prepare_data import PrepareSettings, content_digest, prepare_split
 from tasks.storage import describe_files
 
+SPLITS = ("train", "heldout")
+"""The data sets that a recipe can name."""
+
 
 @task(
     name="prepare-dataset",
@@ -28,29 +31,33 @@ from tasks.storage import describe_files
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def prepare_dataset(recipe: dict[str, Any], model_dir: str, data_dir: str) -> dict[str, Any]:
-    """The prepared data of a recipe (as JSON) as a directory with `train/` and, if the recipe has one, `heldout/`.
+def prepare_dataset(
+    recipe: dict[str, Any], model_dir: str, data_dir: str, splits: Sequence[str] = SPLITS
+) -> dict[str, Any]:
+    """The prepared data of a recipe (as JSON) as a directory with a folder for each of `splits` that the recipe has.
 
     Returns `{"directory", "splits": {name: manifest report}, "files": [{"path", "size", "sha256", "mtime_ns"}]}`.
     Raises DataError for data that cannot be used.
     """
     log = get_run_logger()
-    result = prepare_recipe_data(Recipe.model_validate(recipe), Path(model_dir), Path(data_dir), log.info)
+    tree = Recipe.model_validate(recipe)
+    result = prepare_recipe_data(tree, Path(model_dir), Path(data_dir), log.info, splits=splits)
     for name, split in result["splits"].items():
         log.info("%s: %s", name, describe_split(split))
     return result
 
 
-def prepare_recipe_data(recipe: Recipe, model_dir: Path, data_dir: Path, log: Callable[[str], Any]) -> dict[str, Any]:
+def prepare_recipe_data(
+    recipe: Recipe, model_dir: Path, data_dir: Path, log: Callable[[str], Any], *, splits: Sequence[str] = SPLITS
+) -> dict[str, Any]:
     """What the task does, for callers without Prefect; `log` is told how a download goes on."""
-    wanted = {"train": recipe.data.train}
-    if recipe.data.heldout is not None:
-        wanted["heldout"] = recipe.data.heldout
+    known = {"train": recipe.data.train, "heldout": recipe.data.heldout}
+    wanted = {name: dataset for name in splits if (dataset := known[name]) is not None}
     sources = {name: _source(dataset, recipe.model.tiny, data_dir, log) for name, dataset in wanted.items()}
     settings = {name: _settings(recipe, dataset) for name, dataset in wanted.items()}
     digests = [content_digest(sources[name], model_dir, settings[name]) for name in wanted]
     directory = data_dir / f"prepared-{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:16]}"
-    splits = {}
+    prepared = {}
     for name in wanted:
         made = prepare_split(
             sources[name],
@@ -60,10 +67,12 @@ def prepare_recipe_data(recipe: Recipe, model_dir: Path, data_dir: Path, log: Ca
             name=name,
             trust_remote_code=recipe.model.trust_remote_code,
         )
-        splits[name] = PreparedSplit.open(made).manifest
+        prepared[name] = PreparedSplit.open(made).manifest
     return {
         "directory": str(directory),
-        "splits": {name: {"prompts": m["prompts"], "digest": m["digest"], **m["report"]} for name, m in splits.items()},
+        "splits": {
+            name: {"prompts": m["prompts"], "digest": m["digest"], **m["report"]} for name, m in prepared.items()
+        },
         "files": describe_files(directory),
     }
 

@@ -34,6 +34,13 @@ def prepare(run: Run) -> Prepared:
     return run.prepared
 
 
+def prepare_evaluation(run: Run) -> Prepared:
+    """What an engine alone needs: the checkpoint and the held-out set, no training prompts."""
+    model_dir = _prepare_model(run.recipe, run.home)
+    run.prepared = Prepared(model_dir, _prepare_data(run.recipe, model_dir, run.home, splits=["heldout"]))
+    return run.prepared
+
+
 def prepare_inputs(request: Request) -> dict[str, Any]:
     """Preparation alone, without a run directory."""
     prepared = _prepare(load_recipe(request.recipe, request_overrides(request)), find_home())
@@ -41,13 +48,17 @@ def prepare_inputs(request: Request) -> dict[str, Any]:
 
 
 def _prepare(recipe: Recipe, home: Home) -> Prepared:
-    from tasks.dataset import prepare_dataset
-
     model_dir = _prepare_model(recipe, home)
     if recipe.model.ref_load == "torch_dist":
         convert_for_training(model_dir)
-    data = prepare_dataset(recipe.model_dump(mode="json"), str(model_dir), str(home.data))
-    return Prepared(model_dir, Path(data["directory"]))
+    return Prepared(model_dir, _prepare_data(recipe, model_dir, home, splits=["train", "heldout"]))
+
+
+def _prepare_data(recipe: Recipe, model_dir: Path, home: Home, *, splits: list[str]) -> Path:
+    from tasks.dataset import prepare_dataset
+
+    data = prepare_dataset(recipe.model_dump(mode="json"), str(model_dir), str(home.data), splits)
+    return Path(data["directory"])
 
 
 def _prepare_model(recipe: Recipe, home: Home) -> Path:

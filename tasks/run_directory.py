@@ -13,7 +13,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 
 from k31core.checkpoint.store import RunStore, create_run, run_ids
-from k31core.cluster.actors import Worker, WorkerLostError, wait_for
+from k31core.cluster.actors import Worker, WorkerLostError, call_together
 from k31core.cluster.home import Home, find_home
 from k31core.observe.jsonl import read_lines
 from k31core.observe.ledger import Attempt, Phase, has_ended, waits_for_a_person
@@ -75,6 +75,8 @@ class Run:
         self.worker_environment: dict[str, str] = {}
         """Variables that the survey of the cluster adds to every worker's environment."""
         self.position = Position()
+        self.evaluates_only = False
+        """True for `k31 eval`: it does not train, so ending it early says nothing about the run."""
         self.step_began: float | None = None
         """Monotonic time at which the step began that is not recorded yet; None between steps."""
         self._losses = 0
@@ -134,8 +136,8 @@ class Run:
 
     def call_trainers(self, method: str, *arguments: Any) -> list[Any]:
         """The same call on every trainer rank at once; results by rank. Raises WorkerLostError or the rank's error."""
-        calls = [worker.submit(method, *arguments) for worker in self.trainers]
-        return wait_for(self.trainers, calls, method, self.recipe.cluster.phase_timeout_s)
+        timeout_s = self.recipe.cluster.phase_timeout_s
+        return call_together(self.trainers, method, *arguments, timeout_s=timeout_s)
 
     def call_engine(self, method: str, *arguments: Any) -> Any:
         """A call on the rollout worker. Raises WorkerLostError or the worker's own error."""
@@ -157,7 +159,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, KeyboardInterrupt | TerminationSignal | SystemExit):
+            interrupted = isinstance(error, KeyboardInterrupt | TerminationSignal | SystemExit)
+            if interrupted and not self.evaluates_only:
                 self._commit_what_is_whole()
         finally:
             for close in reversed(self.cleanup):

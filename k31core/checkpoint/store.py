@@ -272,3 +272,11 @@ def run_ids(save_dir: Path) -> list[str]:
     """Runs under `save_dir`, oldest first by the time of their recipe file."""
     found = list(save_dir.glob(f"*/{RECIPE_FILE}")) if save_dir.is_dir() else []
     return [path.parent.name for path in sorted(found, key=lambda p: (p.stat().st_mtime, p.parent.name))]
+
+
+def newest_saved(save_dir: Path) -> str:
+    """The newest run under `save_dir` with a save. Raises StoreError when there is none."""
+    for run_id in reversed(run_ids(save_dir)):
+        if committed_steps(save_dir / run_id / "adapters"):
+            return run_id
+    raise StoreError(f"no run in {save_dir} has a save; name a run (--save-dir says where runs are)")

@@ -76,16 +76,26 @@ def check_order(order: Order) -> tuple[Recipe, Path]:
         run_id = newest_run(order.save_dir) if order.resume == "latest" else Path(order.resume).name
         root = order.save_dir / run_id
         if not (root / "recipe.json").is_file():
-            known = ", ".join(run_ids(order.save_dir)[-5:]) or "none"
-            raise StoreError(f"{root} is not a run directory; runs in {order.save_dir}: {known}")
+            raise unknown_run(root)
         recipe = override_recipe(read_resolved(root / "recipe.json").recipe, order.all_overrides())
     else:
         recipe = load_recipe(order.recipe, order.all_overrides())
         root = order.save_dir / (order.run_id or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    refuse_locked(root, "give another --run-id")
+    return recipe, create_run(order.save_dir, root.name, resolve(recipe), must_exist=order.resume is not None)
+
+
+def unknown_run(root: Path) -> StoreError:
+    """The error for a run that is not there."""
+    known = ", ".join(run_ids(root.parent)[-5:]) or "none"
+    return StoreError(f"{root} is not a run directory; runs in {root.parent}: {known}")
+
+
+def refuse_locked(root: Path, or_else: str) -> None:
+    """Raises LockedError when a process works on the run directory."""
     who = holder(root / "lock")
     if who is not None:
-        raise LockedError(f"run directory {root} is in use by {who}; wait for it, stop it, or give another --run-id")
-    return recipe, create_run(order.save_dir, root.name, resolve(recipe), must_exist=order.resume is not None)
+        raise LockedError(f"run directory {root} is in use by {who}; wait for it, stop it, or {or_else}")
 
 
 def newest_run(save_dir: Path) -> str:
@@ -155,8 +165,10 @@ def run_flow(parameters: dict[str, Any], root: Path, display: Any) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        print(
-            f"the run stopped; continue with: k31 train --resume {root.name} --save-dir {root.parent}", file=sys.stderr
-        )
+        if parameters["stage"] == "all":
+            print(
+                f"the run stopped; continue with: k31 train --resume {root.name} --save-dir {root.parent}",
+                file=sys.stderr,
+            )
         raise error
     return 1

@@ -21,6 +21,8 @@ class Phase(StrEnum):
     RESUME = "resume"
     """What was restored, from where, and what was not."""
     EVAL = "eval"
+    EVAL_ASKED = "eval_asked"
+    """`k31 eval`: a save evaluated because a person asked; no part of the run's steps and their metrics."""
     ROLLOUT = "rollout"
     TRAIN = "train"
     SYNC = "sync"

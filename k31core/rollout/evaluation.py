@@ -4,13 +4,17 @@ The seeds of an evaluation do not depend on the step, so two evaluations of a ru
 luck of the draw.
 """
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from k31core.observe.jsonl import write_atomic
+from k31core.recipe.algorithm import EvalRecipe
 from k31core.recipe.recipe import Recipe
 from k31core.rl.types import Completion, GenerateRequest, GradeReason, Prompt, SamplingParams, Verdict
 from k31core.rollout.engine import Engine
@@ -69,6 +73,22 @@ class Evaluation:
     """One row a problem: id, row, label, right answers, truncated ones, mean length, the first answer's text."""
 
 
+def table_file(run_dir: Path, settings: EvalRecipe, step: int, *, asked: bool) -> Path:
+    """Where the table of an evaluation lies: one a step for the recipe's own, one for each way in which a user asked.
+
+    `eval/heldout-step-00005.json`; asked for by hand, `eval/aime-2024-step-00005-n8-t0.7.json`.
+    """
+    how = f"-n{settings.samples_per_prompt}-t{settings.temperature:g}" if asked else ""
+    return run_dir / "eval" / f"{settings.name}-step-{step:05d}{how}.json"
+
+
+def write_table(path: Path, result: Evaluation, facts: Mapping[str, Any]) -> None:
+    """The whole evaluation as JSON: `facts`, metrics, and one object a problem."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {**facts, "metrics": result.metrics, "problems": result.table}
+    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
+
+
 async def evaluate(plan: EvalPlan, engine: Engine, rewarder: Rewarder, prompts: Sequence[Prompt]) -> Evaluation:
     """Answer every prompt `plan.samples` times and grade. Raises ValueError for an empty set, engine errors as is."""
     if not prompts:
@@ -104,11 +124,14 @@ def _metrics(plan: EvalPlan, by_prompt: list[list[Answer]]) -> dict[str, float]:
         f"{name}/format_ratio": float(np.mean([answer.formatted for answer in answers])),
         f"{name}/response_len/mean": float(np.mean([len(answer.completion.tokens) for answer in answers])),
     }
-    k = 1
-    while k <= plan.samples:
+    for k in draws(plan.samples):
         metrics[f"{name}/pass@{k}"] = float(np.mean([pass_at_k(plan.samples, count, k) for count in right]))
-        k *= 2
     return metrics
+
+
+def draws(samples: int) -> list[int]:
+    """The k of pass@k: the powers of two up to the number of answers, and that number."""
+    return sorted({1 << power for power in range(samples.bit_length())} | {samples})
 
 
 def _row(prompt: Prompt, answers: list[Answer]) -> dict[str, Any]:

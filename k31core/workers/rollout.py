@@ -16,13 +16,12 @@ from typing import Any
 from k31core.checkpoint import commit as commits
 from k31core.checkpoint.store import step_name
 from k31core.grading.pool import GraderPool
-from k31core.observe.jsonl import write_atomic
 from k31core.recipe.load import ResolvedRecipe, resolve
 from k31core.recipe.recipe import Recipe
 from k31core.rollout.data import PreparedSplit, PromptStream
 from k31core.rollout.engine import Engine, EngineError, EngineHealth
 from k31core.rollout.episode import StepPlan, StepResult, run_step
-from k31core.rollout.evaluation import EvalPlan, evaluate
+from k31core.rollout.evaluation import EvalPlan, Evaluation, evaluate, table_file, write_table
 from k31core.rollout.factory import build_engine
 from k31core.rollout.records import write_groups
 from k31core.rollout.reward import Rewarder
@@ -37,9 +36,15 @@ TRAIN_DIR, HELDOUT_DIR = "train", "heldout"
 class RolloutWorker:
     """See the module. Methods may be called at the same time from one event loop; `run` and `evaluate` take turns."""
 
-    def __init__(self, recipe_json: str, run_dir: str, model_dir: str, data_dir: str) -> None:
-        """recipe_json: a recipe, or a resolved one. data_dir: the prepared data sets of the run."""
+    def __init__(
+        self, recipe_json: str, run_dir: str, model_dir: str, data_dir: str, evaluate_only: bool = False
+    ) -> None:
+        """recipe_json: a recipe, or a resolved one. data_dir: the prepared data sets of the run.
+
+        `evaluate_only`: for `k31 eval`, which has a held-out set and no training prompts.
+        """
         self._resolved = parse_recipe_json(recipe_json)
+        self._evaluate_only = evaluate_only
         self._run_dir, self._model_dir, self._data_dir = Path(run_dir), Path(model_dir), Path(data_dir)
         self._parts: _Parts | None = None
         self._adapter_digest: str | None = None
@@ -49,7 +54,7 @@ class RolloutWorker:
         """Open everything: tokenizer and data first, since they fail fastest. Call before anything else."""
         recipe = self._resolved.recipe
         codec = TextCodec.load(self._model_dir, trust_remote_code=recipe.model.trust_remote_code)
-        train = PreparedSplit.open(self._data_dir / TRAIN_DIR)
+        train = None if self._evaluate_only else PreparedSplit.open(self._data_dir / TRAIN_DIR)
         heldout = None if recipe.data.heldout is None else PreparedSplit.open(self._data_dir / HELDOUT_DIR)
         engine = await build_engine(self._resolved, self._model_dir, log_dir=self._run_dir / "logs")
         reward = recipe.reward
@@ -59,9 +64,12 @@ class RolloutWorker:
             cpu_limit_s=reward.cpu_limit_s,
             memory_limit_mb=reward.memory_limit_mb,
         )
-        stream = PromptStream(train, recipe.seed, recipe.data.shuffle)
+        stream = None if train is None else PromptStream(train, recipe.seed, recipe.data.shuffle)
         self._parts = _Parts(engine, Rewarder(pool, codec, reward), pool, stream, heldout)
-        return {"train_prompts": len(train), "heldout_prompts": 0 if heldout is None else len(heldout)}
+        return {
+            "train_prompts": 0 if train is None else len(train),
+            "heldout_prompts": 0 if heldout is None else len(heldout),
+        }
 
     async def run(
         self, step: int, cursor: dict[str, Any] | None, policy_version: int, adapter_dir: str | None
@@ -73,6 +81,8 @@ class RolloutWorker:
         """
         async with self._turn:
             parts = self._ready
+            if parts.train is None:
+                raise ValueError("this rollout worker was started for an evaluation: it has no training prompts")
             await self._serve(policy_version, adapter_dir)
             final = self._run_dir / "rollouts" / step_name(step)
             origin = {
@@ -92,7 +102,7 @@ class RolloutWorker:
             return _reply(final, manifest)
 
     async def evaluate(self, step: int, policy_version: int) -> dict[str, float]:
-        """Answer and grade the held-out set; returns `eval/…` metrics. The table goes to `eval/<name>-step-N.json`."""
+        """Answer and grade the held-out set; returns `eval/…` metrics. The table goes to `evaluation.table_file`."""
         async with self._turn:
             parts, recipe = self._ready, self._resolved.recipe
             if parts.heldout is None:
@@ -102,12 +112,18 @@ class RolloutWorker:
             count = min(len(parts.heldout), recipe.eval.max_prompts or len(parts.heldout))
             prompts = [parts.heldout.prompt(row) for row in range(count)]
             result = await evaluate(plan, parts.engine, parts.rewarder, prompts)
-            metrics = {**result.metrics, "perf/eval_time": time.perf_counter() - begun}
-            table = {"step": step, "policy_version": policy_version, "metrics": metrics, "problems": result.table}
-            path = self._run_dir / "eval" / f"{recipe.eval.name}-{step_name(step)}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps(table, indent=1, ensure_ascii=False).encode())
-            return metrics
+            result = Evaluation({**result.metrics, "perf/eval_time": time.perf_counter() - begun}, result.table)
+            facts = {
+                "step": step,
+                "policy_version": policy_version,
+                "adapter_digest": self._adapter_digest,
+                "data": recipe.data.heldout.model_dump(mode="json") if recipe.data.heldout else None,
+                "data_digest": parts.heldout.manifest["digest"],
+                "samples_per_prompt": plan.samples,
+                "temperature": plan.params.temperature,
+            }
+            write_table(table_file(self._run_dir, recipe.eval, step, asked=self._evaluate_only), result, facts)
+            return result.metrics
 
     async def load_adapter(self, directory: str, version: int) -> dict[str, Any]:
         """Serve an adapter directory as `version`; returns its digest. Raises AdapterRefusedError."""
@@ -170,8 +186,12 @@ class _Parts:
     engine: Engine
     rewarder: Rewarder
     pool: GraderPool
-    train: PromptStream
+    train: PromptStream | None
     heldout: PreparedSplit | None
+
+
+def _count(split: PreparedSplit | None) -> int:
+    return 0 if split is None else len(split)
 
 
 def parse_recipe_json(text: str) -> ResolvedRecipe:

@@ -31,7 +31,7 @@ def use_small_workers() -> None:
     passed_on = {name: value for name, value in os.environ.items() if name.startswith("K31_FAKE_")}
     plain = tasks.cluster._environment
     tasks.cluster._environment = lambda run, threads: {**plain(run, threads), **passed_on}
-    flows.k31.prepare = prepare_nothing
+    flows.k31.prepare = flows.k31.prepare_evaluation = prepare_nothing
 
 
 use_small_workers()

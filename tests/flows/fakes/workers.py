@@ -19,6 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from k31core.checkpoint import commit as commits
 from k31core.checkpoint.store import step_name
+from k31core.recipe.algorithm import EvalRecipe
+from k31core.rollout.evaluation import Evaluation, table_file, write_table
 
 WIDTH = 4
 
@@ -48,9 +50,12 @@ def _strike(run_dir: Path, method: str, step: int) -> str | None:
 class RolloutWorker:
     """Draws numbers near the adapter's."""
 
-    def __init__(self, recipe_json: str, run_dir: str, model_dir: str, data_dir: str) -> None:
+    def __init__(
+        self, recipe_json: str, run_dir: str, model_dir: str, data_dir: str, evaluate_only: bool = False
+    ) -> None:
         self.recipe = json.loads(recipe_json)
         self.run_dir = Path(run_dir)
+        self.asked = evaluate_only
         self.version = -1
         self.adapter = np.zeros(WIDTH, dtype=np.float32)
 
@@ -89,7 +94,13 @@ class RolloutWorker:
         return {"digest": _digest(self.adapter), "version": version}
 
     async def evaluate(self, step: int, policy_version: int) -> dict[str, float]:
-        return {"eval/heldout": float(np.tanh(np.abs(self.adapter).sum()))}
+        settings = EvalRecipe.model_validate(self.recipe["eval"])
+        metrics = {f"eval/{settings.name}": float(np.tanh(np.abs(self.adapter).sum()))}
+        problem = {"prompt_id": "p", "row": 0, "label": "34", "right": 1, "samples": 2, "truncated": 1}
+        problem |= {"response_len_mean": 3.0, "reasons": ["correct", "no_box"], "first_answer": "34"}
+        path = table_file(self.run_dir, settings, step, asked=self.asked)
+        write_table(path, Evaluation(metrics, [problem] * 300), {"step": step, "policy_version": policy_version})
+        return metrics
 
     async def score(self, tokens: list[int]) -> list[float]:
         return [float(self.adapter[t % WIDTH]) for t in tokens[1:]]
