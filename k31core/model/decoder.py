@@ -38,9 +38,8 @@ class Packed:
     routing: Tensor | None = None
     """int `[T, L, k]`: experts to replay, by absolute layer (R3); a row of -1, or None, routes live."""
     selection: Tensor | None = None
-    """int `[T, M, topk]`: keys to attend in the M MLA layers, as positions in the own sequence (indexer replay); a row
-    of
-    -1, or None, selects live."""
+    """uint8 `[T, M, W]`: keys to attend in the M MLA layers (indexer replay): bit j of a row, lowest first, is position
+    j of the own sequence. A row of zeros, or None, selects live."""
 
 
 class DecoderLayer(nn.Module):
@@ -98,7 +97,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(bank, prefix, experts chosen) after the layer; plain tensors, so that it can be recomputed.
 
-        experts `[T, k]`, keys `[T, topk]`: what to replay. longest: tokens of the longest sequence, if known.
+        experts int `[T, k]`, keys uint8 `[T, W]`: what to replay. longest: tokens of the longest sequence, if known.
         """
         residual = Residual(bank, prefix)
         x = enter_tp(self.attention_input(residual), self.mesh)

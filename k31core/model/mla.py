@@ -17,6 +17,9 @@ from k31core.ops.dsa import absorb_query, expand_value, select_keys, sparse_late
 from k31core.ops.rowstable import accumulate_dtype, sigmoid
 from k31core.parallel.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 
+_REPLAY_ROWS = 1024
+"""Queries whose replayed bits are spread out at a time."""
+
 
 class Indexer(nn.Module):
     """Chooses the keys each query attends; frozen, and replicated over TP so that every rank chooses the same."""
@@ -106,12 +109,13 @@ class MlaAttention(nn.Module):
     ) -> Tensor:
         """`[T, D]` inside a tensor-parallel region -> partial `[T, D]`. cu_seqlens int `[n + 1]` over all CP chunks.
 
-        replay: int `[T, topk]` keys to attend, as positions in the own sequence, -1 for none; a row of -1 selects live.
-        longest: tokens of the longest sequence; while the indexer would take them all it is not asked.
+        replay: uint8 `[T, W]` keys to attend: bit j of a row, lowest first, is position j of the own sequence; a row of
+        zeros selects live. longest: tokens of the longest sequence; while the indexer would take them all it is not
+        asked, and neither is the replay, which could name nothing else.
         """
         q_latent = self.query_latent(x)
         latent = gather_sequence(self.latent(x), self.mesh.cp)
-        everything = self.indexer is None or (longest is not None and longest <= self.indexer.topk and replay is None)
+        everything = self.indexer is None or (longest is not None and longest <= self.indexer.topk)
         if everything:
             attended = self._attend_all(self.queries(q_latent), latent, cu_seqlens)
         else:
@@ -165,10 +169,18 @@ class MlaAttention(nn.Module):
 
 
 def _replayed(replay: Tensor, live: Tensor, cu_seqlens: Tensor, rows: Tensor | None) -> Tensor:
-    """Rows of the packed keys named by `replay`, in the dtype of `live`; the live row where a row names none."""
+    """Rows of the packed keys named by the bits `replay` `[T, W]`, as `live` `[T, topk]` names them: rising, then -1;
+    the live row where a row has no bit. A row has at most topk bits."""
     if rows is None:
         rows = torch.arange(live.shape[0], device=live.device)
     bounds = cu_seqlens.to(torch.int64)
     start = bounds[torch.searchsorted(bounds, rows, right=True) - 1, None]
-    named = torch.where(replay >= 0, replay + start, -1).to(live.dtype)
-    return torch.where((replay >= 0).any(-1, keepdim=True), named, live)
+    places = torch.arange(8, device=replay.device, dtype=torch.uint8)
+    named = torch.full_like(live, -1)
+    for first in range(0, replay.shape[0], _REPLAY_ROWS):
+        at = slice(first, first + _REPLAY_ROWS)
+        chosen = (replay[at, :, None] >> places & 1).flatten(1).bool()
+        token, position = chosen.nonzero(as_tuple=True)
+        slot = chosen.cumsum(1)[token, position] - 1
+        named[at].index_put_((token, slot), (position + start[at][token, 0]).to(live.dtype))
+    return torch.where((replay != 0).any(-1, keepdim=True), named, live)

@@ -82,6 +82,8 @@ class Recipe(Section):
                 f"rollout.engine.max_total_tokens {self.rollout.engine.max_total_tokens} cannot hold one sample of "
                 f"{longest} tokens"
             )
+        if self.rollout.indexer_replay and self.model.family != "kimi_k31":
+            raise ValueError("rollout.indexer_replay needs model.family 'kimi_k31': Kimi-K3 has no DSA indexer")
         self._check_devices()
         return self
 
@@ -131,8 +133,6 @@ class Recipe(Section):
                 f"{self.rollout.top_k} with rollout.top_logprobs_num {self.rollout.top_logprobs_num}: SGLang records "
                 f"log-probs before the filter, so filtered sampling has no known support; use 1.0, 1.0 and 0"
             )
-        if self.rollout.indexer_replay and self.model.family != "kimi_k31":
-            raise ValueError("rollout.indexer_replay needs model.family 'kimi_k31': Kimi-K3 has no DSA indexer")
         broadcast = self.env.variables.get("SGLANG_DSA_TOPK_BROADCAST", "1")
         if self.model.family == "kimi_k31" and engine.attn_dp_size > 1 and broadcast != "1":
             raise ValueError(

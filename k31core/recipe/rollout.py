@@ -88,7 +88,9 @@ class RolloutRecipe(Section):
     routing_replay: bool = True
     """R3: the trainer replays the engine's expert choices."""
     indexer_replay: bool = False
-    """Ship the DSA selection too (196 KB a token at full size): off."""
+    """The trainer replays the engine's DSA selection as well (kimi_k31 only): off, the trainer selects from its own
+    indexer scores. At full size a token's selection is 24 x 2048 positions: 196 KB as SGLang sends it, about 10 KB
+    as recorded."""
     engine: EngineRecipe
     token_budget_tokens: int | None = Field(None, ge=1)
     """Upper bound on generated tokens of one step, None for no bound."""

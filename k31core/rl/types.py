@@ -9,6 +9,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from k31core.rl.selection import SelectedKeys
+
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
@@ -91,6 +93,8 @@ class SamplingParams:
     top_logprobs_num: int = 0
     """K: candidates to record for each token."""
     return_routing: bool = False
+    return_selection: bool = False
+    """Record the keys that the DSA indexer selects (indexer replay)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,8 @@ class Completion:
     """`[P + R − 1, L, E_k]` expert choice for every token that was an input; dense layers 0. None when not asked."""
     finish: FinishReason
     policy_version: int
+    selection: SelectedKeys | None = None
+    """Keys selected by every layer with an indexer, for every token that was an input. None when not asked."""
 
     @property
     def truncated(self) -> bool:

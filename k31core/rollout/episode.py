@@ -89,6 +89,7 @@ class StepPlan:
                 seed=0,
                 top_logprobs_num=rollout.top_logprobs_num,
                 return_routing=rollout.routing_replay,
+                return_selection=rollout.indexer_replay,
             ),
             seed=recipe.seed,
             refill_groups=None if dynamic is None else dynamic.refill_groups,

@@ -8,12 +8,16 @@ layers, k experts a token. Offsets are int64 and have one entry more than there 
     response_tokens i32 [R]        response_offsets [N + 1]      logprobs f32 [R]
     top_ids i32 [R, K] (-1 unused) top_logprobs f32 [R, K] (0 where unused: a committed file holds finite numbers only)
     routing i16 [P' + R - N, L, k] routing_offsets [N + 1]       P' counts a prompt once for each of its samples
+    selection u8 [bytes]           selection_offsets [N + 1]     bits of `SelectedKeys`, sample after sample
+    selection_shape i64 [2]        layers with an indexer, top-k
     rewards f32 [N]                group i32 [N]
 """
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from k31core.rl.selection import SelectedKeys, SelectionError, check_selection, selection_shape
 from k31core.rl.types import Completion, FinishReason, GradeReason, Group, Prompt, Sample, Verdict
 
 COLUMNS_FILE = "samples.safetensors"
@@ -39,6 +44,7 @@ _DTYPES = {
     "group": np.int32,
 }
 _ROUTING = {"routing": np.int16, "routing_offsets": np.int64}
+_SELECTION = {"selection": np.uint8, "selection_offsets": np.int64, "selection_shape": np.int64}
 
 Columns = dict[str, NDArray[Any]]
 
@@ -55,6 +61,7 @@ def write_groups(directory: Path, groups: Sequence[Group]) -> list[Path]:
     routed = [sample.completion.routing is not None for sample in samples]
     if any(routed) and not all(routed):
         raise RecordError(f"sample {samples[routed.index(False)].sample_id} has no routing, others have")
+    _check_same_selection(samples)
     completions = [sample.completion for sample in samples]
     width = max((c.top_ids.shape[1] for c in completions), default=0)
     columns: Columns = {
@@ -72,6 +79,7 @@ def write_groups(directory: Path, groups: Sequence[Group]) -> list[Path]:
         parts = [c.routing for c in completions if c.routing is not None]
         columns["routing"] = np.concatenate(parts).astype(np.int16)
         columns["routing_offsets"] = _offsets([len(part) for part in parts])
+    columns |= _selection_columns(completions)
     names = {
         "format": FORMAT,
         "groups": [
@@ -90,7 +98,7 @@ def write_groups(directory: Path, groups: Sequence[Group]) -> list[Path]:
 def read_groups(directory: Path) -> list[Group]:
     """The groups written by `write_groups`; raises RecordError naming the file, column or sample that does not fit."""
     columns, names = _read_columns(directory / COLUMNS_FILE), _read_names(directory / NAMES_FILE)
-    expected = _DTYPES | (_ROUTING if "routing" in columns else {})
+    expected = _DTYPES | (_ROUTING if "routing" in columns else {}) | (_SELECTION if "selection" in columns else {})
     for name, dtype in expected.items():
         if name not in columns or columns[name].dtype != dtype:
             seen = columns[name].dtype if name in columns else "missing"
@@ -101,6 +109,11 @@ def read_groups(directory: Path) -> list[Group]:
     responses = _parts(directory, columns, "response_offsets", per_token, count)
     routing = (
         _parts(directory, columns, "routing_offsets", ("routing",), count) if "routing" in columns else [[None]] * count
+    )
+    selection = (
+        _parts(directory, columns, "selection_offsets", ("selection",), count)
+        if "selection" in columns
+        else [[None]] * count
     )
     if len(columns["rewards"]) != count or len(columns["group"]) != count:
         raise RecordError(f"{directory}: {count} samples, {len(columns['rewards'])} rewards")
@@ -113,6 +126,9 @@ def read_groups(directory: Path) -> list[Group]:
             if i >= count:
                 raise RecordError(f"{directory}: group {entry['prompt_id']} has more samples than are recorded")
             completion = _completion(names["samples"][i], responses[i], routing[i][0])
+            if (flat := selection[i][0]) is not None:
+                keys = _selected_keys(directory, names["samples"][i], prompt, completion, flat, columns)
+                completion = replace(completion, selection=keys)
             sample = _sample(names["samples"][i], prompt, completion, columns, i)
             check_completion(sample)
             samples.append(sample)
@@ -138,6 +154,14 @@ def check_completion(sample: Sample) -> None:
     for name, (seen, wanted) in expected.items():
         if seen != wanted:
             raise RecordError(f"{who}: {name} has shape {list(seen)}, expected {list(wanted)}")
+    if completion.selection is not None:
+        keys = completion.selection
+        rows = len(sample.prompt.tokens) + max(count, 1) - 1
+        layers = keys.bits.shape[1] if keys.bits.ndim == 3 else 0
+        try:
+            check_selection(keys, inputs=rows, layers=layers, topk=keys.topk)
+        except SelectionError as error:
+            raise RecordError(f"{who}: the DSA selection {error}") from error
     if not np.isfinite(completion.logprobs).all():
         at = int(np.flatnonzero(~np.isfinite(completion.logprobs))[0])
         raise RecordError(f"{who}: the log-prob of response token {at} is {completion.logprobs[at]}")
@@ -145,6 +169,47 @@ def check_completion(sample: Sample) -> None:
     if not np.isfinite(completion.top_logprobs[used]).all():
         row = int(np.argwhere(used & ~np.isfinite(completion.top_logprobs))[0][0])
         raise RecordError(f"{who}: a candidate of response token {row} has a log-prob that is not finite")
+
+
+def _check_same_selection(samples: Sequence[Sample]) -> None:
+    """All samples have a selection of the same model, or none has."""
+    kinds = [None if (keys := s.completion.selection) is None else (keys.bits.shape[1], keys.topk) for s in samples]
+    for sample, kind in zip(samples, kinds, strict=True):
+        if kind != kinds[0]:
+            raise RecordError(
+                f"sample {sample.sample_id}: DSA selection of (layers, top-k) {kind}, sample {samples[0].sample_id} "
+                f"has {kinds[0]}"
+            )
+
+
+def _selection_columns(completions: Sequence[Completion]) -> Columns:
+    recorded = [c.selection for c in completions if c.selection is not None]
+    if not recorded:
+        return {}
+    return {
+        "selection": np.concatenate([keys.bits.reshape(-1) for keys in recorded]),
+        "selection_offsets": _offsets([keys.bits.size for keys in recorded]),
+        "selection_shape": np.array([recorded[0].bits.shape[1], recorded[0].topk], dtype=np.int64),
+    }
+
+
+def _selected_keys(
+    directory: Path,
+    entry: dict[str, Any],
+    prompt: Prompt,
+    completion: Completion,
+    flat: NDArray[np.uint8],
+    columns: Columns,
+) -> SelectedKeys:
+    layers, topk = (int(value) for value in columns["selection_shape"])
+    inputs = len(prompt.tokens) + max(len(completion.tokens), 1) - 1
+    shape = selection_shape(inputs, layers, topk)
+    if flat.size != math.prod(shape):
+        raise RecordError(
+            f"{directory / COLUMNS_FILE}: sample {entry['sample_id']} has {flat.size} bytes of selected keys, expected "
+            f"{' x '.join(map(str, shape))}"
+        )
+    return SelectedKeys(flat.reshape(shape), topk)
 
 
 def _sample_names(sample: Sample) -> dict[str, Any]:

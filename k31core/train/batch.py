@@ -1,6 +1,7 @@
 """Samples into packed microbatches: which samples go together, and the columns of one microbatch.
 
-Legend: T packed tokens of a microbatch (all CP chunks), N loss rows, K candidates, L decoder layers, k experts a token.
+Legend: T packed tokens of a microbatch (all CP chunks), N loss rows, K candidates, L decoder layers, k experts a token,
+M layers with an indexer, W bytes of a row of selected keys.
 
 A sample takes P + R consecutive tokens. Row P - 1 + j is the one whose hidden state predicts response token j. The last
 response token is an input like the others (its row predicts nothing and has no recorded routing).
@@ -28,6 +29,9 @@ class Microbatch:
     """int64 `[n + 1]`, from 0 to T of all CP chunks; padding is a sequence of its own at the end."""
     routing: Tensor | None
     """int16 `[T, L, k]`; the last row of every sample and padding hold experts 0..k-1, which no loss depends on."""
+    selection: Tensor | None
+    """uint8 `[T, M, W]`: keys to attend (see `Packed`); rows of zeros where a token attends all it can, and in the
+    last row of every sample and in padding, which select live."""
     rows: Tensor
     """int64 `[N]`: index into `tokens` of the hidden state that predicts each loss token."""
     labels: Tensor
@@ -120,6 +124,7 @@ def pack(samples: Sequence[TrainSample], limits: SampleLimits, *, token_multiple
         tokens=torch.from_numpy(tokens),
         cu_seqlens=torch.from_numpy(bounds),
         routing=_routing(samples, bounds, limits) if limits.replay_routing else None,
+        selection=_selection(samples, bounds, limits) if limits.replay_selection else None,
         rows=_column(rows, np.int64),
         labels=_column([s.response for s in samples], np.int64),
         sampler_logprobs=_column([s.logprobs for s in samples], np.float32),
@@ -132,7 +137,7 @@ def pack(samples: Sequence[TrainSample], limits: SampleLimits, *, token_multiple
 
 
 def own_chunk(batch: Microbatch, mesh: Mesh) -> Microbatch:
-    """The part of one CP rank: its tokens and routing rows, and the loss rows among them (`rows` count from its start).
+    """The part of one CP rank: its tokens, what they replay, and the loss rows among them (counted from its start).
 
     `cu_seqlens` stays that of all chunks. A response may continue in the next chunk: labels travel with the rows.
     """
@@ -145,6 +150,7 @@ def own_chunk(batch: Microbatch, mesh: Mesh) -> Microbatch:
         batch,
         tokens=batch.tokens[start : start + length],
         routing=None if batch.routing is None else batch.routing[start : start + length],
+        selection=None if batch.selection is None else batch.selection[start : start + length],
         rows=batch.rows[keep] - start,
         origin=TokenOrigin(batch.origin.sample_ids, batch.origin.sample[keep], batch.origin.position[keep]),
         **{name: getattr(batch, name)[keep] for name in columns},
@@ -158,6 +164,17 @@ def _routing(samples: Sequence[TrainSample], bounds: np.ndarray, limits: SampleL
         assert sample.routing is not None
         rows[begin : begin + sample.tokens - 1] = sample.routing
     return torch.from_numpy(rows)
+
+
+def _selection(samples: Sequence[TrainSample], bounds: np.ndarray, limits: SampleLimits) -> Tensor:
+    width = max((-(-(sample.tokens - 1) // 8) for sample in samples), default=0)
+    bits = np.zeros((bounds[-1], limits.index_layers, width), dtype=np.uint8)
+    for sample, begin in zip(samples, bounds):
+        assert sample.selection is not None
+        recorded = sample.selection.bits
+        first = begin + sample.tokens - 1 - len(recorded)
+        bits[first : first + len(recorded), :, : recorded.shape[2]] = recorded
+    return torch.from_numpy(bits)
 
 
 def _widened(values: np.ndarray, width: int, fill: float) -> np.ndarray:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from k31core.rl.selection import SelectedKeys, SelectionError, check_selection
+
 
 class SampleError(ValueError):
     """A sample that cannot be trained on: names it, the field, what was seen and what was expected."""
@@ -15,6 +17,10 @@ class SampleError(ValueError):
 
 class RoutingError(SampleError):
     """Recorded routing (R3) that does not belong to the sample or to the model."""
+
+
+class IndexerReplayError(SampleError):
+    """A recorded DSA selection that does not belong to the sample or to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,8 @@ class TrainSample:
     routing: NDArray[np.int16] | None
     """`[P + R - 1, L, k]`: experts of every token that was an input; None: route live."""
     advantage: float
+    selection: SelectedKeys | None = None
+    """Keys every token attended in the layers with an indexer; None: select live."""
     masked: bool = False
     """Counted nowhere: neither in the loss nor in its normaliser."""
 
@@ -64,6 +72,10 @@ class SampleLimits:
     num_experts: int
     experts_per_token: int
     replay_routing: bool
+    replay_selection: bool = False
+    index_layers: int = 0
+    """M: layers with an indexer."""
+    index_topk: int = 0
     whole_support: bool = False
     """Filtered sampling: a sample records everything that could be drawn, however few words that is."""
 
@@ -99,6 +111,8 @@ def check_sample(sample: TrainSample, limits: SampleLimits) -> None:
         raise SampleError(f"{who}: candidate {twice[1]} is recorded twice at response position {twice[0][0]}")
     if limits.replay_routing:
         check_routing(sample, limits)
+    if limits.replay_selection:
+        check_selected_keys(sample, limits)
 
 
 def check_routing(sample: TrainSample, limits: SampleLimits) -> None:
@@ -125,6 +139,17 @@ def check_routing(sample: TrainSample, limits: SampleLimits) -> None:
     if twice is not None:
         (row, layer), expert = twice
         raise RoutingError(f"{who}: row {row}, layer {layers[layer]} names expert {expert} twice")
+
+
+def check_selected_keys(sample: TrainSample, limits: SampleLimits) -> None:
+    """Raise `IndexerReplayError` for a missing selection, wrong rows or layers, a later token, or too few tokens."""
+    who = f"sample {sample.sample_id}: the DSA selection"
+    if sample.selection is None:
+        raise IndexerReplayError(f"{who} is missing, but rollout.indexer_replay is on: the engine must return it")
+    try:
+        check_selection(sample.selection, inputs=sample.tokens - 1, layers=limits.index_layers, topk=limits.index_topk)
+    except SelectionError as error:
+        raise IndexerReplayError(f"{who} {error}") from error
 
 
 def _check_ids(who: str, name: str, ids: NDArray[np.int32], low: int, high: int) -> None:

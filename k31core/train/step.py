@@ -100,7 +100,7 @@ def run_in_order(decoder: Decoder, batches: Sequence[Microbatch], head_loss: Hea
 
 def packed_input(chunk: Microbatch) -> Packed:
     """What the decoder reads of a microbatch."""
-    return Packed(chunk.tokens, chunk.cu_seqlens, chunk.routing)
+    return Packed(chunk.tokens, chunk.cu_seqlens, chunk.routing, chunk.selection)
 
 
 def head_logprobs(

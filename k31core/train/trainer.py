@@ -181,12 +181,11 @@ def build_trainer(recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE) -> tu
     torch_dist directory beside it.
     """
     packed = recipe.model.ref_load == "native"
-    if recipe.rollout.indexer_replay:
-        raise RecipeError(
-            "rollout.indexer_replay is on: the decoder can replay selected keys, but no engine here hands them to the "
-            "trainer yet; leave it off (the trainer selects from its own indexer scores)"
-        )
     config = load_config(model_dir)
+    if recipe.rollout.indexer_replay and config.dsa is None:
+        raise RecipeError(
+            f"rollout.indexer_replay is on, but {model_dir} is a {config.family} checkpoint: no DSA indexer"
+        )
     if config.family != recipe.model.family:
         raise ResumeError(
             f"{model_dir}: a {config.family} checkpoint, the recipe says model.family {recipe.model.family}"
@@ -263,6 +262,9 @@ def sample_limits(decoder: Decoder, recipe: Recipe) -> SampleLimits:
         num_experts=config.num_experts,
         experts_per_token=config.num_experts_per_token,
         replay_routing=recipe.rollout.routing_replay,
+        replay_selection=recipe.rollout.indexer_replay,
+        index_layers=0 if config.dsa is None else len(config.mla_layers),
+        index_topk=0 if config.dsa is None else config.dsa.topk,
         whole_support=CandidateMode(recipe.candidate_mode) is CandidateMode.SUPPORT,
     )
 

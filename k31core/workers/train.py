@@ -5,6 +5,7 @@
 It reads committed rollouts and writes into directories that the caller commits, so it never decides what is kept.
 """
 
+import platform
 import resource
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from k31core.checkpoint.adapter import WEIGHTS_FILE
 from k31core.checkpoint.adapter_digest import digest_of_file
 from k31core.checkpoint.commit import sha256_file
 from k31core.observe.metrics import ALLOCATED_AFTER_SYNC_MB, TRAIN_TIME
+from k31core.observe.progress import ProgressFile
+from k31core.parallel.bandwidth import measure_nodes
 from k31core.parallel.cpu_device import cpu_device
 from k31core.parallel.groups import build_mesh, first_complaint, init_process_group
 from k31core.parallel.mesh import SINGLE, Mesh
@@ -57,6 +60,8 @@ class TrainWorker:
             torch.cuda.set_device(self._rank % torch.cuda.device_count())
         mesh = self._join()
         self._trainer, report = build_trainer(self._recipe, self._model_dir, mesh=mesh)
+        progress = ProgressFile(self._run_dir, f"trainer-{self._rank}")
+        self._trainer.decoder.register_forward_hook(lambda *_: progress.note("a microbatch's forward pass"))
         return {
             "rank": self._rank,
             "tensors": report.tensors,
@@ -64,6 +69,17 @@ class TrainWorker:
             "seconds": round(report.seconds, 3),
             "trained_parameters": sum(slot.tensor.numel() for slot in self._trainer.optimizer.slots),
         }
+
+    def measure_network(self) -> list[dict[str, Any]]:
+        """All-reduces over the ranks, inside each node and over all; the same on every rank. Raises BandwidthError."""
+        cluster = self._recipe.cluster
+        results = measure_nodes(
+            platform.node(),
+            num_bytes=cluster.all_reduce_check_mb * 2**20,
+            device=self._recipe.train.device,
+            minimum_gb_per_s=cluster.min_all_reduce_gb_per_s,
+        )
+        return [result.to_json() for result in results]
 
     def step(self) -> int:
         """Optimizer steps in this rank's memory."""
@@ -173,6 +189,7 @@ def train_samples(groups: Sequence[Group], recipe: Recipe, step: int) -> list[Tr
                     top_ids=completion.top_ids,
                     top_logprobs=completion.top_logprobs,
                     routing=completion.routing,
+                    selection=completion.selection,
                     advantage=by_id.get(sample.sample_id, 0.0),
                     masked=sample.sample_id not in by_id,
                 )

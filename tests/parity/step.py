@@ -24,6 +24,7 @@ from k31core.parallel.mesh import SINGLE, stage_layers
 from k31core.parallel.sharding import Shard
 from k31core.recipe.train import ParallelRecipe
 from k31core.rl.losses import LossChoice
+from k31core.rl.selection import SelectedKeys, from_positions
 from k31core.train.adamw import AdamSettings, AdamW
 from k31core.train.batch import loss_token_count, make_microbatches
 from k31core.train.pipeline import run_pipelined
@@ -45,6 +46,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     tie_gate_up: bool = False
     replay: bool = True
+    replay_keys: bool = False
+    """Replay the (random) DSA selection of the samples too."""
     cuda: bool = False
     """One GPU a rank."""
 
@@ -79,7 +82,7 @@ def take_step(rank: int, world: int, case: Case, layout: ParallelRecipe) -> Outc
     # A large eps keeps the first update a smooth function of the gradient: with 1e-8 it is the gradient's sign, and
     # for an entry that is zero but for rounding, chance.
     optimizer = _Recording(trainable_slots(decoder), AdamSettings(0.9, 0.98, 1e-3, 0.1))
-    bound = limits_of(config, replay=case.replay)
+    bound = limits_of(config, replay=case.replay, replay_keys=case.replay_keys)
     result = optimizer_step(
         decoder,
         optimizer,
@@ -111,7 +114,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
 
 
-def limits_of(config: Any, *, replay: bool = True) -> SampleLimits:
+def limits_of(config: Any, *, replay: bool = True, replay_keys: bool = False) -> SampleLimits:
     """What samples of this model must satisfy."""
     return SampleLimits(
         vocab_size=config.vocab_size,
@@ -122,6 +125,9 @@ def limits_of(config: Any, *, replay: bool = True) -> SampleLimits:
         num_experts=config.num_experts,
         experts_per_token=config.num_experts_per_token,
         replay_routing=replay,
+        replay_selection=replay_keys,
+        index_layers=0 if config.dsa is None else len(config.mla_layers),
+        index_topk=0 if config.dsa is None else config.dsa.topk,
     )
 
 
@@ -145,10 +151,24 @@ def random_samples(config: Any, lengths: Sequence[tuple[int, int]], seed: int = 
                 top_logprobs=np.take_along_axis(logq, order, 1),
                 routing=routing.astype(np.int16),
                 advantage=float(rng.normal()),
+                selection=_random_keys(config, prompt + response - 1, number),
                 masked=number == len(lengths) - 1,
             )
         )
     return tuple(out)
+
+
+def _random_keys(config: Any, inputs: int, seed: int) -> SelectedKeys | None:
+    """Any keys a token may attend, others in every layer; None without an indexer."""
+    if config.dsa is None:
+        return None
+    rng, topk = np.random.default_rng(seed), config.dsa.topk
+    positions = np.full((inputs, len(config.mla_layers), topk), -1)
+    for row in range(inputs):
+        for layer in range(len(config.mla_layers)):
+            count = min(row + 1, topk)
+            positions[row, layer, :count] = rng.permutation(row + 1)[:count]
+    return from_positions(positions, topk)
 
 
 def worst_differences(outcomes: list[Outcome], reference: Outcome) -> dict[str, float]:

@@ -144,6 +144,34 @@ def test_live_routing(layout: dict, cases: Cases, check: Callable[..., None]) ->
     check(replace(cases.case("k31"), dtype=torch.float64, replay=False), layout, FP64)
 
 
+KEY_LAYOUTS = {
+    "TP2": {"tp": 2},
+    "CP4": {"cp": 4},
+    "PP4 uneven": {"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1},
+    "TP2-CP2-EP4": {**SP, "cp": 2, "ep": 4},
+    "PP2-CP2-DP2-EP4": {"pp": 2, "cp": 2, "dp": 2, "ep": 4},
+}
+
+
+def check_key_replay(layout: dict, cases: Cases, check: Callable[..., None]) -> None:
+    """Random keys of every token and layer, packed and recomputed; the replay must differ from the live selection."""
+    live = cases.case("k31")
+    replayed = replace(live, replay_keys=True)
+    check(replace(replayed, recompute=True, tokens_per_gpu=40), layout, FP32)
+    one, other = (cases.reference(case).metrics["train/loss"] for case in (live, replayed))
+    assert abs(one - other) > 1e-3 * abs(one)
+
+
+def test_indexer_replay(cases: Cases, check: Callable[..., None]) -> None:
+    check_key_replay(FULL, cases, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEY_LAYOUTS)
+def test_indexer_replay_at_other_layouts(name: str, cases: Cases, check: Callable[..., None]) -> None:
+    check_key_replay(KEY_LAYOUTS[name], cases, check)
+
+
 def test_ties_and_small_microbatches(cases: Cases, check: Callable[..., None]) -> None:
     """More microbatches than ranks, some with one sample only, and index scores that are all equal."""
     check(replace(cases.case("ties"), tokens_per_gpu=12), {"cp": 2, "dp": 2, "ep": 4}, FP32)

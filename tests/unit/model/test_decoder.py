@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -127,8 +128,15 @@ def test_a_row_of_minus_one_is_routed_live(tmp_path: Path) -> None:
     assert int(used.min()) >= 0
 
 
+def as_bits(positions: torch.Tensor, width: int) -> torch.Tensor:
+    """int `[T, M, k]` positions, -1 for none, as uint8 `[T, M, width]`."""
+    chosen = torch.zeros(*positions.shape[:2], 8 * width + 1, dtype=torch.bool)
+    chosen.scatter_(-1, torch.where(positions >= 0, positions, 8 * width).long(), True)
+    return torch.from_numpy(np.packbits(chosen[..., :-1].numpy(), axis=-1, bitorder="little"))
+
+
 def test_indexer_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaying what was selected changes nothing; replaying other keys does; a row of -1 selects live."""
+    """Replaying what was selected changes nothing; replaying other keys does; a row of zeros selects live."""
     directory = write_checkpoint(tmp_path / "model", VARIANTS["k31-4-heads-topk-3"])
     decoder = decoder_of(directory, Build(dtype=torch.float64))
     batch = packed(torch.arange(9), torch.arange(20, 32))
@@ -146,11 +154,12 @@ def test_indexer_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(MlaAttention, "select", plain)
         recorded = torch.stack([torch.where(s >= 0, s - starts, -1) for s in selected], dim=1)
         assert recorded.shape == (21, 2, 3)
-        assert torch.equal(decoder(replace(batch, selection=recorded)), hidden)
-        newest = torch.where(recorded >= 0, torch.arange(21)[:, None, None] - starts[..., None], -1)
-        assert not torch.allclose(decoder(replace(batch, selection=newest)), hidden)
-        newest[:] = -1
-        assert torch.equal(decoder(replace(batch, selection=newest)), hidden)
+        assert torch.equal(decoder(replace(batch, selection=as_bits(recorded, 2))), hidden)
+        only_itself = (torch.arange(21)[:, None] - starts).expand(21, 2)[..., None]
+        assert not torch.allclose(decoder(replace(batch, selection=as_bits(only_itself, 2))), hidden)
+        late = as_bits(recorded, 5)  # the record of a longer neighbour is wider
+        late[:5] = late[9:12] = 0
+        assert torch.equal(decoder(replace(batch, selection=late)), hidden)
 
 
 def test_attention_over_the_latent_is_attention_over_expanded_keys(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from k31core.checkpoint.native import NativeCheckpoint
 from k31core.model.build import Build
 from k31core.model.config import parse_config
 from k31core.model.decoder import Decoder, Packed
+from k31core.model.mla import MlaAttention
 from k31core.model.weight_names import base_slots
 from k31core.ops.experts import expert_mlp
+from k31core.rl.selection import check_selection, to_positions
 from k31core.rl.types import GenerateRequest, SamplingParams
 from k31core.rollout.engines.embedded.core import EngineCore, Limits
 from k31core.rollout.engines.embedded.experts import BatchedExperts
@@ -48,9 +50,10 @@ def run(core, requests):
     return done
 
 
-def requests(lengths, new=6):
+def requests(lengths, new=6, **changes):
     rng = np.random.default_rng(1)
     params = SamplingParams(1.0, 1.0, 0, new, (), seed=0, top_logprobs_num=4, return_routing=True)
+    params = replace(params, **changes)
     return [
         GenerateRequest(f"r{i}", tuple(rng.integers(0, 96, n).tolist()), replace(params, seed=i), -1)
         for i, n in enumerate(lengths)
@@ -99,6 +102,47 @@ def test_long_prompt_has_the_same_bits_however_it_is_cut(checkpoints):
         assert same(cut, whole)
     logprobs, _ = trainer_logprobs(decoder, long, whole)
     assert np.abs(logprobs - whole.logprobs).max() < 1e-4
+
+
+class _Recording(MlaAttention):
+    """Keeps what it selected."""
+
+    def select(self, *arguments):
+        self.chosen = super().select(*arguments)
+        return self.chosen
+
+
+@torch.no_grad()
+def trainer_selection(decoder, asked, completion):
+    """int32 `[P + R - 1, M, topk]`: what the trainer's packed forward of the same tokens selects."""
+    attentions = [decoder.layers[index].self_attn for index in decoder.config.mla_layers]
+    for attention in attentions:
+        attention.__class__ = _Recording
+    tokens = torch.tensor([*asked.tokens, *completion.tokens.tolist()])
+    decoder(Packed(tokens, torch.tensor([0, len(tokens)])))
+    return torch.stack([attention.chosen for attention in attentions], dim=1)[:-1].numpy()
+
+
+@pytest.mark.parametrize("chunk", [2048, 64])
+def test_selected_keys_are_the_trainers_and_a_request_decides_whether_they_are_kept(checkpoints, chunk):
+    """Prompts over several pieces and cache blocks, one shared by requests that ask and that do not."""
+    decoder = decoder_of(checkpoints["k31"])
+    asked = requests([2, 9, 10, 33, 150, 270], new=12, return_selection=True)
+    silent = replace(asked[3], request_id="silent", params=replace(asked[3].params, return_selection=False))
+    done = run(EngineCore(CachedDecoder(decoder), Limits(8, 2048, chunk)), [*asked, silent])
+    assert done["silent"].selection is None and same(done["silent"], done["r3"])
+    for request in asked:
+        completion = done[request.request_id]
+        inputs = len(request.tokens) + len(completion.tokens) - 1
+        check_selection(completion.selection, inputs=inputs, layers=2, topk=9)
+        expected = trainer_selection(decoder, request, completion)
+        assert np.array_equal(to_positions(completion.selection, inputs), expected)
+
+
+def test_a_model_without_an_indexer_refuses_to_record_its_selection(checkpoints):
+    core = EngineCore(CachedDecoder(decoder_of(checkpoints["k3"])), Limits(8, 2048, 2048))
+    with pytest.raises(ValueError, match=r"request r0: asks for the DSA selection .* kimi_k3 has no indexer"):
+        core.check_fits(requests([5], return_selection=True)[0])
 
 
 def test_samples_of_a_group_share_their_prompt(checkpoints):

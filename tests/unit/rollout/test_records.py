@@ -8,11 +8,20 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from k31core.checkpoint.commit import commit, new_staging, verify_directory
+from k31core.rl.selection import from_positions
 from k31core.rl.types import Completion, FinishReason, GradeReason, Group, Prompt, Sample, Verdict
 from k31core.rollout.records import COLUMNS_FILE, NAMES_FILE, RecordError, read_groups, write_groups
 
 
-def sample(rng, group, index, prompt, *, width=6, routing=True):
+def random_keys(rng, inputs, layers=2, topk=3):
+    positions = np.full((inputs, layers, topk), -1)
+    for row in range(inputs):
+        for layer in range(layers):
+            positions[row, layer, : min(row + 1, topk)] = rng.permutation(row + 1)[:topk]
+    return from_positions(positions, topk)
+
+
+def sample(rng, group, index, prompt, *, width=6, routing=True, selection=False):
     """A random sample; every second one has unused candidates."""
     count = int(rng.integers(1, 9))
     ids = np.stack([rng.permutation(50)[:width] for _ in range(count)]).astype(np.int32)
@@ -28,6 +37,7 @@ def sample(rng, group, index, prompt, *, width=6, routing=True):
         routing=rng.integers(0, 8, (len(prompt.tokens) + count - 1, 5, 2)).astype(np.int16) if routing else None,
         finish=FinishReason.STOP if index % 3 else FinishReason.LENGTH,
         policy_version=2,
+        selection=random_keys(rng, len(prompt.tokens) + count - 1) if selection else None,
     )
     verdict = Verdict(index % 2, None, GradeReason.CORRECT if index % 2 else GradeReason.NO_BOX, GradeReason.WRONG)
     return Sample(f"3-{group}-{index}", prompt, completion, float(index % 2), verdict, group)
@@ -57,6 +67,10 @@ def assert_equal(a, b):
         for field in ("tokens", "logprobs", "top_ids", "top_logprobs"):
             assert getattr(one, field).dtype == getattr(two, field).dtype
             assert np.array_equal(getattr(one, field), getattr(two, field)), field
+        assert (one.selection is None) == (two.selection is None)
+        if one.selection is not None:
+            assert one.selection.topk == two.selection.topk
+            assert np.array_equal(one.selection.bits, two.selection.bits)
         assert (one.routing is None) == (two.routing is None)
         if one.routing is not None:
             assert one.routing.dtype == two.routing.dtype and np.array_equal(one.routing, two.routing)
@@ -153,4 +167,47 @@ def test_missing_column_other_dtype_and_broken_files_are_refused(tmp_path):
         read_groups(tmp_path)
     (tmp_path / COLUMNS_FILE).write_bytes(b"short")
     with pytest.raises(RecordError, match=COLUMNS_FILE):
+        read_groups(tmp_path)
+
+
+def test_selected_keys_come_back_and_take_a_bit_each(tmp_path):
+    groups = make_groups(selection=True)
+    write_groups(tmp_path, groups)
+    assert_equal(groups, read_groups(tmp_path))
+    column = load_file(tmp_path / COLUMNS_FILE)["selection"]
+    inputs = [len(g.prompt.tokens) + len(s.completion.tokens) - 1 for g in groups for s in g.samples]
+    assert column.nbytes == sum(max(0, n - 3) * 2 * -(-n // 8) for n in inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: {"selection": None}, "has \\(2, 3\\)|\\(layers, top-k\\) None"),
+        (lambda c: {"selection": replace(c.selection, topk=2)}, "the DSA selection is uint8 of shape"),
+        (lambda c: {"selection": replace(c.selection, bits=c.selection.bits[1:])}, "the DSA selection is uint8 of"),
+        (lambda c: {"selection": replace(c.selection, bits=c.selection.bits * 0)}, "names 0 different tokens"),
+    ],
+)
+def test_selected_keys_that_do_not_fit_are_not_written(tmp_path, change, message):
+    groups = make_groups(selection=True)
+    samples = list(groups[3].samples)
+    at = max(range(3), key=lambda i: len(samples[i].completion.tokens))
+    completion = samples[at].completion
+    samples[at] = replace(samples[at], completion=replace(completion, **change(completion)))
+    groups[3] = Group(groups[3].prompt, tuple(samples))
+    with pytest.raises(RecordError, match=f"sample 3-3-{at}.*({message})"):
+        write_groups(tmp_path, groups)
+
+
+def test_selected_keys_of_another_shape_are_not_read(tmp_path):
+    write_groups(tmp_path, make_groups(selection=True))
+    columns = load_file(tmp_path / COLUMNS_FILE)
+    save_file(columns | {"selection_shape": np.array([2, 4])}, tmp_path / COLUMNS_FILE)
+    with pytest.raises(RecordError, match="bytes of selected keys, expected"):
+        read_groups(tmp_path)
+    save_file(columns | {"selection": columns["selection"][:-1]}, tmp_path / COLUMNS_FILE)
+    with pytest.raises(RecordError, match="selection"):
+        read_groups(tmp_path)
+    save_file({k: v for k, v in columns.items() if k != "selection_shape"}, tmp_path / COLUMNS_FILE)
+    with pytest.raises(RecordError, match="selection_shape is missing"):
         read_groups(tmp_path)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from k31core.model.decoder import Packed
-from k31core.recipe.errors import RecipeError
 from k31core.train.adamw import AdamSettings, AdamW
 from k31core.train.batch import loss_token_count, make_microbatches
 from k31core.train.gradients import NonFiniteGradientError, ZeroGradientError
@@ -244,8 +243,3 @@ def test_half_precision_factors_sum_microbatch_gradients_in_float32(warm):
     assert all(g.dtype == torch.float32 for g in many)
     largest = max(float(g.abs().max()) for g in one)
     assert max(float((a - b).abs().max()) for a, b in zip(one, many)) < 0.05 * largest
-
-
-def test_indexer_replay_is_refused_not_ignored() -> None:
-    with pytest.raises(RecipeError, match=r"rollout\.indexer_replay is on"):
-        small_trainer("rollout.indexer_replay=true")

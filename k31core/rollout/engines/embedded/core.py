@@ -1,18 +1,19 @@
 """The synchronous heart of the embedded engine: a call advances prompts and the running batch. One thread at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from k31core.rl.selection import SelectedKeys, joined, selection_shape
 from k31core.rl.types import Completion, FinishReason, GenerateRequest
 from k31core.rollout.engine import EngineError
 from k31core.rollout.engines.embedded.attention import BLOCK
 from k31core.rollout.engines.embedded.cache import Caches, PromptState, page_count
 from k31core.rollout.engines.embedded.forward import CachedDecoder, Piece, StepInput
-from k31core.rollout.engines.embedded.prompts import PromptJob, PromptWork
+from k31core.rollout.engines.embedded.prompts import PromptJob, PromptWork, packed_bits, prompt_key
 from k31core.rollout.engines.embedded.sampler import Drawn, draw
 from k31core.rollout.engines.embedded.scheduler import Running, Scheduler
 
@@ -76,6 +77,11 @@ class EngineCore:
                 f"request {request.request_id}: {len(request.tokens)} prompt + {params.max_new_tokens} new tokens need "
                 f"{need} pages of {BLOCK}, the cache has {self.scheduler.pages}; raise rollout.engine.max_total_tokens"
             )
+        if params.return_selection and self._decoder.config.dsa is None:
+            raise ValueError(
+                f"request {request.request_id}: asks for the DSA selection (rollout.indexer_replay), but "
+                f"{self._decoder.config.family} has no indexer"
+            )
         limit = self._decoder.config.max_position_embeddings
         if len(request.tokens) + params.max_new_tokens > limit:
             raise ValueError(f"request {request.request_id}: longer than the model's context of {limit} tokens")
@@ -97,7 +103,7 @@ class EngineCore:
             ready = self.prompts.advance()
             if ready:
                 finished += self._start(ready)
-            self.prompts.forget({request.tokens for request in self.scheduler.waiting})
+            self.prompts.forget({prompt_key(request) for request in self.scheduler.waiting})
         if self.scheduler.rows:
             finished += self._decode()
         return finished
@@ -115,7 +121,7 @@ class EngineCore:
             scheduler.release(running)
             aborted.append(_never_started(running.request, self._decoder))
         stopped = [r for r in scheduler.rows if r.request.request_id in request_ids]
-        aborted += [running.output.completion(FinishReason.ABORT) for running in stopped]
+        aborted += [self._completion(running, FinishReason.ABORT) for running in stopped]
         self._close_rows(stopped)
         return aborted
 
@@ -156,6 +162,7 @@ class EngineCore:
                 self._page_table[row, : len(running.pages)] = running.pages
                 if running.request.params.return_routing:
                     running.output.routing.extend(job.routing)
+                running.output.selection.extend(job.selection or [])
             started += job.requests
             assert job.logits is not None
             logits.append(job.logits.expand(len(rows), -1))
@@ -176,13 +183,30 @@ class EngineCore:
             self._to_device(self._position[:padded]),
             self._to_device(self._page_table[:padded, :blocks]),
         )
-        logits, routing = self._decoder.decode(step, self.caches)
+        selected: list[Tensor] | None = [] if any(r.request.params.return_selection for r in rows) else None
+        logits, routing = self._decoder.decode(step, self.caches, selected)
+        if selected is not None:
+            self._record_selection(rows, packed_bits(selected))
         routing_np = routing[:count].cpu().numpy()
         for running in rows:
             if running.request.params.return_routing:
                 running.output.routing.append(routing_np[running.row : running.row + 1])
         self._position[:count] += 1
         return self._sample(logits, rows)
+
+    def _record_selection(self, rows: list[Running], bits: NDArray[np.uint8]) -> None:
+        """Keep what the rows attended, packed bits `[B, M, w]`, where a token has more keys than it may attend."""
+        for running in rows:
+            if running.request.params.return_selection and self._position[running.row] >= self._decoder.index_topk:
+                running.output.selection.append(bits[running.row : running.row + 1])
+
+    def _completion(self, running: Running, finish: FinishReason) -> Completion:
+        done = running.output.completion(finish)
+        if not running.request.params.return_selection:
+            return done
+        inputs, layers = running.prompt_length + len(done.tokens) - 1, len(self._decoder.config.mla_layers)
+        keys = joined(running.output.selection, inputs=inputs, layers=layers, topk=self._decoder.index_topk)
+        return replace(done, selection=keys)
 
     def _sample(self, logits: Tensor, rows: list[Running]) -> list[Completion]:
         """Draw a token for each of `rows` (in the order of `logits`), record it, close finished rows."""
@@ -199,7 +223,7 @@ class EngineCore:
             self._last_token[running.row] = token
             if reason is not None:
                 done.append(running)
-                finished.append(running.output.completion(reason))
+                finished.append(self._completion(running, reason))
         self._close_rows(done)
         return finished
 
@@ -229,7 +253,9 @@ def _check_finite(drawn: Drawn, rows: list[Running]) -> None:
 def _never_started(request: GenerateRequest, decoder: CachedDecoder) -> Completion:
     """An aborted request without a single token."""
     config = decoder.config
-    shape = (len(request.tokens) - 1, config.num_hidden_layers, config.num_experts_per_token)
+    inputs = len(request.tokens) - 1
+    shape = (inputs, config.num_hidden_layers, config.num_experts_per_token)
+    bits = np.zeros(selection_shape(inputs, len(config.mla_layers), decoder.index_topk), dtype=np.uint8)
     return Completion(
         request_id=request.request_id,
         tokens=np.zeros(0, dtype=np.int32),
@@ -239,4 +265,5 @@ def _never_started(request: GenerateRequest, decoder: CachedDecoder) -> Completi
         routing=np.zeros(shape, dtype=np.int16) if request.params.return_routing else None,
         finish=FinishReason.ABORT,
         policy_version=request.policy_version,
+        selection=SelectedKeys(bits, decoder.index_topk) if request.params.return_selection else None,
     )

@@ -51,6 +51,8 @@ class Piece:
     """Position of the first of them, a multiple of BLOCK."""
     state: PromptState
     """Advanced in place."""
+    selected: list[Tensor] | None = None
+    """Gets what every token attends, bool `[t, slots]` of each MLA layer in order, when it is a list."""
 
 
 class CachedDecoder:
@@ -70,9 +72,13 @@ class CachedDecoder:
         small = sum(dense_bytes(moe.experts, model.build.dtype) for moe in moes.values()) <= dense_experts_bytes
         self._batched_experts = {index: BatchedExperts(moe) for index, moe in moes.items()} if small else {}
         self._mla_number = {index: number for number, index in enumerate(self.config.mla_layers)}
+        self.index_topk = 0 if self.config.dsa is None else self.config.dsa.topk
 
-    def decode(self, step: StepInput, caches: Caches) -> tuple[Tensor, Tensor]:
-        """(logits fp32 `[B, V]`, experts chosen int16 `[B, L, k]`); the caches gain one token a row."""
+    def decode(self, step: StepInput, caches: Caches, selected: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """(logits fp32 `[B, V]`, experts chosen int16 `[B, L, k]`); the caches gain one token a row.
+
+        selected: gets what every row attends, bool `[B, b * BLOCK]` of each MLA layer in order, when it is a list.
+        """
         rows = len(step.tokens)
         page = step.pages.gather(1, (step.position // BLOCK)[:, None]).squeeze(1)
         slot = page * BLOCK + step.position % BLOCK
@@ -84,7 +90,11 @@ class CachedDecoder:
                 conv, state = caches.conv[number, :rows], caches.state[number, :rows]
                 return self._kda_step(index, attention, x, conv, state)
             number = self._mla_number[index]
-            return _mla_step(attention, x, step, slot, visible, (caches.latent[number], caches.index_keys[number]))
+            cached = (caches.latent[number], caches.index_keys[number])
+            attended, seen = _mla_step(attention, x, step, slot, visible, cached)
+            if selected is not None:
+                selected.append(seen[:, 0])
+            return attended
 
         residual, routing = self._run(step.tokens, attend)
         return self.model.logits(self.model.final_hidden(residual)), routing
@@ -163,8 +173,11 @@ def _mla_step(
     slot: Tensor,
     visible: Tensor,
     caches: tuple[Tensor, Tensor],
-) -> Tensor:
-    """`[B, D]` -> `[B, D]`: write this token into its slot, then attend. visible: bool `[B, 1, b * BLOCK]`."""
+) -> tuple[Tensor, Tensor]:
+    """`[B, D]` -> (`[B, D]`, slots attended like `visible`): write this token into its slot, then attend.
+
+    visible: bool `[B, 1, b * BLOCK]`.
+    """
     latent_pages, index_pages = caches
     q_latent = attention.query_latent(x)
     latent_pages.view(-1, latent_pages.shape[-1])[slot] = attention.latent(x)
@@ -179,7 +192,7 @@ def _mla_step(
     attended = latent_attention(
         query, latent_pages[step.pages], visible, latent=attention.latent_width, scale=attention.scale
     )
-    return attention.finish(expanded_value(attention, attended[:, 0]), x)
+    return attention.finish(expanded_value(attention, attended[:, 0]), x), visible
 
 
 def _mla_prefill(attention: MlaAttention, x: Tensor, pieces: list[Piece], lengths: list[int], number: int) -> Tensor:
@@ -196,18 +209,25 @@ def _mla_prefill(attention: MlaAttention, x: Tensor, pieces: list[Piece], length
         latent.view(-1, latent.shape[-1])[piece.start : end] = own[1]
         if indexer is not None:
             index_keys.view(-1, index_keys.shape[-1])[piece.start : end] = own[2]
+        seen = []
         for first in range(0, len(piece.tokens), QUERY_CHUNK):
             at = slice(first, first + QUERY_CHUNK)
-            attended.append(
-                _attend_prompt(attention, piece, first, (own[0][at], *(o[at] for o in own[3:])), (latent, index_keys))
-            )
+            queries = (own[0][at], *(o[at] for o in own[3:]))
+            part, visible = _attend_prompt(attention, piece, first, queries, (latent, index_keys))
+            attended.append(part)
+            seen.append(visible)
+        if piece.selected is not None:
+            width = seen[-1].shape[-1]
+            padded = [torch.nn.functional.pad(mask, (0, width - mask.shape[-1])) for mask in seen]
+            piece.selected.append(torch.cat(padded))
     return attention.finish(expanded_value(attention, torch.cat(attended)), x)
 
 
 def _attend_prompt(
     attention: MlaAttention, piece: Piece, first: int, queries: tuple[Tensor, ...], cached: tuple[Tensor, Tensor]
-) -> Tensor:
-    """`[q, H, L]` for q queries from number `first` of the piece over the prompt's blocks `[b, BLOCK, W]`.
+) -> tuple[Tensor, Tensor]:
+    """(`[q, H, L]`, slots attended bool `[q, slots]`) for q queries from number `first` of the piece over the prompt's
+    blocks `[b, BLOCK, W]`.
 
     queries: the absorbed query `[q, H, W]`, and with an indexer its queries `[q, Hi, di]` and weights `[q, Hi]`.
     """
@@ -224,7 +244,7 @@ def _attend_prompt(
     else:
         visible = causal_mask(ends, blocks * BLOCK)
     out = latent_attention(padded[0], latent, visible, latent=attention.latent_width, scale=attention.scale)
-    return out[0, :count]
+    return out[0, :count], visible[0, :count]
 
 
 def absorbed_query(attention: MlaAttention, q_latent: Tensor) -> Tensor:

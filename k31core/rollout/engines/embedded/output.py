@@ -27,6 +27,8 @@ class Output:
     top_logprobs: list[FloatArray] = field(default_factory=list)
     routing: list[NDArray[np.int16]] = field(default_factory=list)
     """Pieces `[n, L, k]` for consecutive input tokens: the prompt, then one row a step."""
+    selection: list[NDArray[np.uint8]] = field(default_factory=list)
+    """Packed pieces `[n, M, w]` for consecutive input tokens, from number topk on (see `SelectedKeys`)."""
 
     @staticmethod
     def for_request(request: GenerateRequest) -> "Output":

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from k31core.rl.types import GenerateRequest
 from k31core.rollout.engines.embedded.attention import BLOCK
 from k31core.rollout.engines.embedded.cache import PromptState
 from k31core.rollout.engines.embedded.forward import CachedDecoder, Piece
@@ -27,6 +28,9 @@ class PromptJob:
     """Tokens computed so far."""
     routing: list[NDArray[np.int16]] = field(default_factory=list)
     """`[t, L, k]` of each piece."""
+    selection: list[NDArray[np.uint8]] | None = None
+    """Packed bits `[t, M, w]` of the selected keys of consecutive tokens, from the first that has more than topk on;
+    None: nobody asks."""
     logits: Tensor | None = None
     """fp32 `[1, V]` after the last token; None until finished."""
     requests: list[Running] = field(default_factory=list)
@@ -38,6 +42,15 @@ class PromptJob:
         return self.logits is not None
 
 
+PromptKey = tuple[tuple[int, ...], bool]
+"""Tokens, and whether the selected keys are recorded: requests with the same key share one computation."""
+
+
+def prompt_key(request: GenerateRequest) -> PromptKey:
+    """Which computation a request shares."""
+    return request.tokens, request.params.return_selection
+
+
 class PromptWork:
     """The prompts in progress, and finished ones kept for requests that still wait."""
 
@@ -45,16 +58,17 @@ class PromptWork:
         self._decoder = decoder
         self._chunk = max(chunk_tokens // BLOCK, 1) * BLOCK
         self._keep = keep
-        self._jobs: dict[tuple[int, ...], PromptJob] = {}
+        self._jobs: dict[PromptKey, PromptJob] = {}
 
     def add(self, running: Running) -> None:
         """Attach an admitted request to its prompt."""
-        tokens = running.request.tokens
-        job = self._jobs.get(tokens)
+        key = prompt_key(running.request)
+        tokens, selection = key
+        job = self._jobs.get(key)
         if job is None:
             build = self._decoder.model.build
             state = PromptState.empty(self._decoder.config, len(tokens), build.dtype, build.device)
-            job = self._jobs[tokens] = PromptJob(tokens, state)
+            job = self._jobs[key] = PromptJob(tokens, state, selection=[] if selection else None)
         job.requests.append(running)
 
     def advance(self) -> list[PromptJob]:
@@ -67,7 +81,7 @@ class PromptWork:
             left = len(job.tokens) - job.done
             count = left if left <= room else room // BLOCK * BLOCK
             tokens = torch.tensor(job.tokens[job.done : job.done + count], device=device)
-            pieces.append(Piece(tokens, job.done, job.state))
+            pieces.append(Piece(tokens, job.done, job.state, None if job.selection is None else []))
             jobs.append(job)
             room -= count
         if pieces:
@@ -82,23 +96,32 @@ class PromptWork:
         for number, (piece, job, end) in enumerate(zip(pieces, jobs, ends, strict=True)):
             job.done += len(piece.tokens)
             job.routing.append(routing_np[end - len(piece.tokens) : end])
+            if job.selection is not None and piece.selected is not None:
+                early = max(0, self._decoder.index_topk - piece.start)
+                job.selection.append(packed_bits([mask[early:] for mask in piece.selected]))
             if job.done == len(job.tokens):
                 job.logits = last[number : number + 1]
 
-    def forget(self, wanted: set[tuple[int, ...]]) -> None:
+    def forget(self, wanted: set[PromptKey]) -> None:
         """Drop finished prompts without requests, except up to `keep` of those in `wanted`."""
-        idle = [tokens for tokens, job in self._jobs.items() if job.finished and not job.requests]
-        spare = [tokens for tokens in idle if tokens in wanted][: self._keep]
-        for tokens in set(idle) - set(spare):
-            del self._jobs[tokens]
+        idle = [key for key, job in self._jobs.items() if job.finished and not job.requests]
+        spare = [key for key in idle if key in wanted][: self._keep]
+        for key in set(idle) - set(spare):
+            del self._jobs[key]
 
     def drop_request(self, running: Running) -> None:
         """The request was cancelled before it started."""
-        job = self._jobs[running.request.tokens]
+        key = prompt_key(running.request)
+        job = self._jobs[key]
         job.requests.remove(running)
         if not job.requests and not job.finished:
-            del self._jobs[running.request.tokens]
+            del self._jobs[key]
 
     def clear(self) -> None:
         """Forget everything (a new adapter: nothing computed before is valid)."""
         self._jobs.clear()
+
+
+def packed_bits(masks: list[Tensor]) -> NDArray[np.uint8]:
+    """bool `[n, slots]` of each of M layers -> u8 `[n, M, slots / 8]`, lowest bit first (see `SelectedKeys`)."""
+    return np.packbits(torch.stack(masks, dim=1).cpu().numpy(), axis=-1, bitorder="little")
