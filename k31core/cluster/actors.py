@@ -23,15 +23,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from k31core.cluster import calls
+from k31core.cluster.calls import GRACE_S, ClusterError, Watch, WorkerLostError
+
+__all__ = ["NAMESPACE", "ClusterError", "Worker", "WorkerLostError", "WorkerSpec"]
+
 NAMESPACE = "k31"
-
-
-class ClusterError(RuntimeError):
-    """Ray could not give what the recipe asks for, or an actor did not start: says what there is."""
-
-
-class WorkerLostError(ClusterError):
-    """An actor died or did not answer in time; the run resumes from its last commit with a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +97,41 @@ class Worker:
         """Start a call."""
         return self.handle.call.remote(method, arguments)
 
-    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+    def call(self, method: str, *arguments: Any, timeout_s: float, watch: Watch | None = None) -> Any:
         """Call and wait. Raises WorkerLostError when the actor is gone or does not answer in time."""
-        return wait_for([self], [self.submit(method, *arguments)], method, timeout_s)[0]
+        return wait_for([self], [self.submit(method, *arguments)], method, timeout_s, watch)[0]
 
 
-def wait_for(workers: Sequence[Worker], calls: Sequence[ray.ObjectRef], method: str, timeout_s: float) -> list[Any]:
-    """Results of one call on each worker. A lost worker is WorkerLostError; the worker's own error is raised as is."""
-    names = ", ".join(worker.spec.name for worker in workers)
-    try:
-        return list(ray.get(list(calls), timeout=timeout_s))
-    except ray.exceptions.GetTimeoutError as error:
-        raise WorkerLostError(
-            f"{names}: `{method}` has not ended after {timeout_s:.0f} s (cluster.phase_timeout_s): taken for hung"
-        ) from error
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause or error from None
-    except SystemError as error:  # a signal's exception (a cancel) that was raised inside Ray's C code comes wrapped
-        raise error.__cause__ or error from None
-    except ray.exceptions.RayActorError as error:
-        raise WorkerLostError(f"{names}: the process died during `{method}`: {_first_line(error)}") from error
+def wait_for(
+    workers: Sequence[Worker],
+    refs: Sequence[ray.ObjectRef],
+    method: str,
+    timeout_s: float,
+    watch: Watch | None = None,
+) -> list[Any]:
+    """Results of one call on each of some independent workers; see `calls.wait_for`."""
+    return calls.wait_for([worker.spec.name for worker in workers], refs, method, timeout_s, watch)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def call_together(
+    workers: Sequence[Worker], method: str, *arguments: Any, timeout_s: float, watch: Watch | None = None
+) -> list[Any]:
+    """The same call on every rank of one process group; results by rank.
+
+    A rank that dies or fails alone ends it for all: those that are still inside the call wait for it in a collective
+    and would do so until the group's timeout. The group is taken down then, and `connect` starts a new one. Raises
+    WorkerLostError, or the rank's own error.
+    """
+    refs = [worker.submit(method, *arguments) for worker in workers]
+    found = calls.collect(refs, timeout_s=timeout_s, grace_s=GRACE_S, watch=watch)
+    if found.whole:
+        return [found.results[rank] for rank in range(len(workers))]
+    names = [worker.spec.name for worker in workers]
+    error = calls.failure(found, names, method, timeout_s)
+    if len(workers) > 1 and found.broken:
+        kill_all(names)
+        error.add_note(f"the {len(workers)} ranks were taken down: one process group")
+    raise error
 
 
 def ensure_placement_group(name: str, bundles: Sequence[Mapping[str, float]], *, spread: bool, timeout_s: float) -> Any:
@@ -179,6 +187,18 @@ def attach_or_begin(spec: WorkerSpec, group: PlacementGroup, *, busy_s: float = 
     return Pending(spec, start(spec, group), attached=False)
 
 
+def attach_together(specs: Sequence[WorkerSpec], *, busy_s: float) -> list[Pending] | None:
+    """Attach to all of `specs`, ranks of one process group; None when one of them is missing, dead, of another
+    fingerprint, or does not answer within `busy_s`: then none is of use."""
+    handles = [handle for spec in specs if (handle := _existing_actor(spec.name)) is not None]
+    if len(handles) < len(specs):
+        return None
+    found = calls.collect([handle.identity.remote() for handle in handles], timeout_s=busy_s)
+    if not found.whole or any(found.results[i]["fingerprint"] != spec.fingerprint for i, spec in enumerate(specs)):
+        return None
+    return [Pending(spec, handle, attached=True) for spec, handle in zip(specs, handles, strict=True)]
+
+
 def finish(pending: Pending, *, timeout_s: float) -> Worker:
     """Wait until the actor answers. Raises ClusterError after the deadline, or when its class cannot be made."""
     spec = pending.spec
@@ -231,6 +251,19 @@ def kill(name: str) -> bool:
     if handle is None:
         return False
     ray.kill(handle, no_restart=True)
+    return _wait_until_gone(name, handle)
+
+
+def kill_all(names: Sequence[str]) -> None:
+    """Kill some actors at once and wait until their names are free; those that are gone already do not matter."""
+    living = {name: handle for name in names if (handle := _existing_actor(name)) is not None}
+    for handle in living.values():
+        ray.kill(handle, no_restart=True)
+    for name, handle in living.items():
+        _wait_until_gone(name, handle)
+
+
+def _wait_until_gone(name: str, handle: ActorHandle) -> bool:
     for _ in range(100):
         if _existing_actor(name) is None:
             return True
@@ -240,8 +273,7 @@ def kill(name: str) -> bool:
 
 def tear_down(name_prefix: str, group_name: str) -> None:
     """Kill every actor whose name begins with `name_prefix` and remove the placement group."""
-    for name in names(name_prefix):
-        kill(name)
+    kill_all(names(name_prefix))
     group = _existing_group(group_name)
     if group is not None:
         remove_placement_group(group)

@@ -3,7 +3,7 @@
 They keep the workers' contracts: committed rollouts are returned and not drawn again, a restore gives back exactly
 what was exported, digests agree on both sides. Faults are asked for with files beside the run directory:
 `RUN.fault-METHOD` holds `error`, `exit`, `hang` or `nan` and a step; it is removed when it strikes, unless it says
-`always`.
+`always`; of several trainer ranks it strikes the last one only.
 """
 
 import asyncio
@@ -121,13 +121,27 @@ class TrainWorker:
     def __init__(
         self, recipe_json: str, run_dir: str, model_dir: str, rank: int, world_size: int, init_method: str
     ) -> None:
-        self.run_dir, self.rank = Path(run_dir), rank
+        self.run_dir, self.rank, self.world_size = Path(run_dir), rank, world_size
+        self.init_method = init_method
+        self.mine = np.arange(WIDTH) % world_size == rank
         self.at = 0
         self.w = np.zeros(WIDTH, dtype=np.float32)
         self.m = np.zeros(WIDTH, dtype=np.float32)
+        """Zero where another rank has it."""
 
     def start(self) -> None:
-        """Nothing to load."""
+        """Join the other ranks; nothing to load."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo", self.init_method, rank=self.rank, world_size=self.world_size)
+        self._sum(self.w)
+
+    def measure_network(self) -> list[dict[str, Any]]:
+        """The real all-reduce over the ranks' gloo group."""
+        from k31core.parallel.bandwidth import measure_nodes
+
+        return [result.to_json() for result in measure_nodes("node-a", num_bytes=1 << 16, iterations=2)]
 
     def step(self) -> int:
         return self.at
@@ -139,20 +153,21 @@ class TrainWorker:
         directory = Path(adapter_dir)
         self.at = int(json.loads((directory / "trainer.json").read_text())["step"])
         self.w = load_file(directory / "adapter_model.safetensors")["w"]
-        self.m = load_file(directory / "optimizer.safetensors")["m"]
+        slices = [load_file(path)["m"] for path in sorted(directory.glob("optimizer-*.safetensors"))]
+        self.m = np.where(self.mine, sum(slices), 0).astype(np.float32)
         return {"step": self.at, "restored": ["adapter", "optimizer"], "not_restored": []}
 
     def train(self, step: int, rollout_dir: str) -> dict[str, Any]:
         assert step == self.at + 1, (step, self.at)
-        _strike(self.run_dir, "train", step)
+        self._strike("train", step)
         time.sleep(float(os.environ.get("K31_FAKE_SECONDS", "0")))
         samples = load_file(Path(rollout_dir) / "samples.safetensors")["samples"]
-        gradient = self.w - samples
-        self.m = 0.9 * self.m + gradient
-        self.w = (self.w - 0.1 * self.m).astype(np.float32)
+        gradient = self._sum(np.where(self.mine, self.w - samples, 0).astype(np.float32))
+        self.m = np.where(self.mine, 0.9 * self.m + gradient, 0).astype(np.float32)
+        self.w = (self.w - 0.1 * self._sum(self.m)).astype(np.float32)
         self.at = step
         norm = float(np.linalg.norm(gradient))
-        if _strike(self.run_dir, "gradient", step) == "nan":
+        if self._strike("gradient", step) == "nan":
             norm = float("nan")
         return {
             "step": step,
@@ -161,16 +176,32 @@ class TrainWorker:
         }
 
     def export(self, step: int, out_dir: str, optimizer: bool) -> dict[str, Any]:
-        _strike(self.run_dir, "export", step)
+        self._strike("export", step)
         assert step == self.at
         out = Path(out_dir)
-        save_file({"w": self.w}, out / "adapter_model.safetensors")
-        (out / "trainer.json").write_text(json.dumps({"step": self.at}))
         if optimizer:
-            save_file({"m": self.m}, out / "optimizer.safetensors")
+            save_file({"m": self.m}, out / f"optimizer-{self.rank}.safetensors")
+        if self.rank == 0:
+            save_file({"w": self.w}, out / "adapter_model.safetensors")
+            (out / "trainer.json").write_text(json.dumps({"step": self.at}))
+        self._sum(self.w)  # nobody reports a file that another rank is still writing
         return {"step": step, "adapter_digest": _digest(self.w)}
 
     def score(self, tokens: list[int]) -> list[float]:
         return [float(self.w[t % WIDTH]) for t in tokens[1:]]
 
     def close(self) -> None: ...
+
+    def _sum(self, values: np.ndarray) -> np.ndarray:
+        """Over the ranks; the parts do not overlap, so the sum is exact. Waits for every rank."""
+        if self.world_size == 1:
+            return values
+        import torch
+        import torch.distributed as dist
+
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total)
+        return total.numpy()
+
+    def _strike(self, method: str, step: int) -> str | None:
+        return _strike(self.run_dir, method, step) if self.rank == self.world_size - 1 else None
