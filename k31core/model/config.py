@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DSA_FIELDS = ("index_n_heads", "index_head_dim", "index_topk", "dsa_layers")
-"""Names inside `dsa_config`. No public source shows those of the released K3.1 file: change them here when it
-differs."""
+from k31core.recipe.model import DSA_FIELDS
 
 _ARCHITECTURES = {"KimiK3ForConditionalGeneration": "kimi_k3", "KimiK31ForConditionalGeneration": "kimi_k31"}
 _REQUIRED_VALUES: dict[str, Any] = {

@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from k31core.recipe.section import Section
 
+DSA_FIELDS = ("index_n_heads", "index_head_dim", "index_topk", "dsa_layers")
+"""Names inside the checkpoint's `dsa_config`: heads, head width, keys a query attends, layers from 1. No public source
+shows those of the released K3.1 file: change them here when it differs."""
+
 
 class ModelSource(StrEnum):
     """Where the checkpoint directory comes from."""

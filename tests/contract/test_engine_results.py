@@ -2,11 +2,13 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from k31core.checkpoint.adapter_digest import digest_of_file
+from k31core.rl.selection import check_selection
 from k31core.rl.types import FinishReason
 from k31core.rollout.engines.embedded.core import Limits
 from tests.contract.engine_cases import (
@@ -72,6 +74,25 @@ def test_logprobs_and_routing_are_the_trainers(open_engine, adapter):
         expected = np.take_along_axis(logprobs, completion.top_ids, axis=1)
         assert np.abs(expected - completion.top_logprobs).max() < TOLERANCE
         assert np.array_equal(completion.routing, routing)
+
+
+@pytest.mark.parametrize("open_engine", ENGINES)
+def test_selected_keys_come_with_the_answer_when_asked(open_engine):
+    """The DSA selection of every input token, in the trainer's form; everything else as without it."""
+
+    async def main():
+        async with open_engine() as engine:
+            asked = [request(f"k{n}", prompt(n, n), return_selection=True, stop_token_ids=()) for n in (2, 30, 70)]
+            plain = [replace(r, params=replace(r.params, return_selection=False)) for r in asked]
+            return asked, await generate_all(engine, plain), await generate_all(engine, asked)
+
+    asked, plain, done = asyncio.run(main())
+    for sent in asked:
+        completion = done[sent.request_id]
+        assert plain[sent.request_id].selection is None
+        assert_same(plain[sent.request_id], completion)
+        inputs = len(sent.tokens) + len(completion.tokens) - 1
+        check_selection(completion.selection, inputs=inputs, layers=2, topk=5)
 
 
 @pytest.mark.parametrize("open_engine", ENGINES)

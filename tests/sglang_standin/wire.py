@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from k31core.rl.selection import to_positions
 from k31core.rl.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 KNOWN = json.loads((Path(__file__).parents[1] / "unit" / "sglang" / "sglang_0_5_23.json").read_text())
@@ -32,6 +33,7 @@ def request_of(body: dict[str, Any], version: int) -> GenerateRequest:
             seed=params["sampling_seed"],
             top_logprobs_num=body["top_logprobs_num"],
             return_routing=body["return_routed_experts"],
+            return_selection=body.get("return_indexer_topk", False),
         ),
         version,
     )
@@ -65,6 +67,9 @@ def answer_of(
         meta |= _flat(completion) if flat else _nested(completion)
     if completion.routing is not None:
         meta["routed_experts"] = _base64(completion.routing.astype("<i4"))
+    if completion.selection is not None:
+        inputs = len(request.tokens) + rows - 1
+        meta["indexer_topk"] = _base64(to_positions(completion.selection, inputs).astype("<i4"))
     return {"text": "", "output_ids": completion.tokens.tolist(), "meta_info": meta}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
+from k31core.rl.selection import to_positions
 from k31core.rl.types import FinishReason, GenerateRequest, SamplingParams
 from k31core.rollout.engine import StaleVersionError
 from k31core.rollout.engines.sglang.bulk import split
@@ -280,3 +281,63 @@ def test_shape_of_a_large_model() -> None:
     assert re.fullmatch(r"int16", str(done.routing.dtype))
     assert SHAPE.num_layers == 3
     assert isinstance(made.request, GenerateRequest)
+
+
+SELECTING = replace(
+    MADE,
+    request=replace(MADE.request, params=replace(MADE.request.params, return_selection=True)),
+    shape=replace(SHAPE, index_layers=2, index_topk=7),
+)
+
+
+def chosen_positions() -> np.ndarray:
+    """`[68, 2, 7]` as SGLang would send them: any order, -1 where fewer are visible."""
+    rng = np.random.default_rng(0)
+    out = np.full((68, 2, 7), -1, "<i4")
+    for row in range(68):
+        for layer in range(2):
+            out[row, layer, : min(7, row + 1)] = rng.permutation(row + 1)[:7]
+    return out
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["binary", "nested"])
+def test_selected_keys_are_decoded(flat: bool) -> None:
+    sent = chosen_positions()
+    done = decode(SELECTING, text_of(SELECTING, flat=flat, indexer_topk=encoded(sent)))
+    assert done.selection is not None
+    back = to_positions(done.selection, 68)
+    expected = np.sort(np.where(sent < 0, 99, sent), axis=-1)
+    assert np.array_equal(back, np.where(expected == 99, -1, expected))
+    body = orjson.loads(encode_request(SELECTING.request, rid="a", lora_name=None, flat=flat))
+    assert body["return_indexer_topk"] is True
+    assert "return_indexer_topk" in orjson.loads(RECORD.read_bytes())["requests"]["GenerateReqInput"]
+    assert "return_indexer_topk" not in orjson.loads(encode_request(MADE.request, rid="a", lora_name=None, flat=flat))
+
+
+SLOTS = chosen_positions() + 4096
+TWICE = chosen_positions()
+TWICE[40, 1, :2] = 3
+LATER = chosen_positions()
+LATER[40, 0, 6] = 41
+FEW = chosen_positions()
+FEW[40, 1, 3] = -1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "no indexer_topk; start the server with --enable-return-indexer-topk"),
+        (
+            encoded(chosen_positions()[:-1]),
+            r"has 938 entries, expected 68 rows \(prompt 9 \+ response 60 − 1\) x 2 layers",
+        ),
+        (encoded(SLOTS), r"row 0, indexer layer 0 names token 409\d; it can attend 0 to 0"),
+        (encoded(TWICE), "row 40, indexer layer 1 names token 3 twice"),
+        (encoded(LATER), "row 40, indexer layer 0 names token 41; it can attend 0 to 40"),
+        (encoded(FEW), "row 40, indexer layer 1 names 6 tokens, expected 7"),
+        ("@@@", "indexer_topk is not base64"),
+    ],
+)
+def test_selected_keys_that_do_not_fit_are_refused_by_request(value: str | None, message: str) -> None:
+    with pytest.raises(PayloadError, match=rf"request 3-1-2, server .*: .*{message}"):
+        decode(SELECTING, text_of(SELECTING, flat=True, indexer_topk=value))

@@ -14,7 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 ARRAY_KEYS = (b"output_top_logprobs", b"output_token_logprobs")
-TEXT_KEYS = (b"routed_experts", b"output_top_logprobs_val_flat_b64", b"output_top_logprobs_idx_flat_b64")
+TEXT_KEYS = (
+    b"routed_experts",
+    b"indexer_topk",
+    b"output_top_logprobs_val_flat_b64",
+    b"output_top_logprobs_idx_flat_b64",
+)
 _MIN_CUT_BYTES = 4096
 """Shorter values stay where they are: orjson is faster than a cut."""
 _TRANSLATE = bytes.maketrans(b"]", b"\n")

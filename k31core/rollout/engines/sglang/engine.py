@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from k31core.recipe.train import LoraRecipe
+from k31core.rl.selection import SelectedKeys
 from k31core.rl.types import Completion, FinishReason, GenerateRequest
 from k31core.rollout.engine import EngineError, EngineHealth, StaleVersionError
 from k31core.rollout.engines.sglang.adapter_files import Factors
@@ -234,6 +235,7 @@ class SglangEngine:
         """The completion of a request that was aborted before it drew a token."""
         k, shape = request.params.top_logprobs_num, self._options.shape
         routing = np.zeros((0, shape.num_layers, shape.experts_per_token), np.int16)
+        bits = np.zeros((0, shape.index_layers, 0), np.uint8)
         return Completion(
             request.request_id,
             np.zeros(0, np.int32),
@@ -243,6 +245,7 @@ class SglangEngine:
             routing if request.params.return_routing else None,
             FinishReason.ABORT,
             request.policy_version,
+            SelectedKeys(bits, shape.index_topk) if request.params.return_selection else None,
         )
 
     async def _drain(self) -> None:
@@ -278,6 +281,11 @@ class SglangEngine:
             raise ValueError(
                 f"request {request.request_id}: {len(request.tokens)} prompt tokens and max_new_tokens "
                 f"{params.max_new_tokens} exceed rollout.engine.max_total_tokens {limit}"
+            )
+        if params.return_selection and not self._options.shape.index_layers:
+            raise ValueError(
+                f"request {request.request_id}: asks for the DSA selection (rollout.indexer_replay), but the "
+                f"checkpoint has no dsa_config"
             )
         encode_request(request, rid="", lora_name=None, flat=False)
 

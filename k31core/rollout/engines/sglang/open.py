@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from k31core.recipe.load import ResolvedRecipe
+from k31core.recipe.model import DSA_FIELDS
 from k31core.recipe.recipe import Recipe
 from k31core.rollout.engine import EngineError
 from k31core.rollout.engines.sglang.adapter_files import expected_factors
@@ -137,16 +138,19 @@ async def _compare(recipe: Recipe, clients: list[SglangClient], tree: Abilities 
 
 
 def _options(recipe: Recipe, text: dict[str, Any], has: Abilities) -> SglangOptions:
+    dsa, (_, _, topk, layers) = text.get("dsa_config"), DSA_FIELDS
     try:
         shape = ModelShape(
             vocab_size=text["vocab_size"],
             num_layers=text["num_hidden_layers"],
             num_experts=text["num_experts"],
             experts_per_token=text["num_experts_per_token"],
+            index_layers=len(dsa[layers]) if dsa else 0,
+            index_topk=dsa[topk] if dsa else 0,
         )
         factors = expected_factors(text, recipe.train.lora)
     except KeyError as error:
-        raise EngineError(f"config.json: text_config has no field {error}") from error
+        raise EngineError(f"config.json: text_config (or its dsa_config) has no field {error}") from error
     engine = recipe.rollout.engine
     return SglangOptions(
         shape=shape,

@@ -1,6 +1,6 @@
 """SGLang's native `/generate`: our request as its JSON, its answer as our Completion, checked in bulk.
 
-Axes: P prompt tokens, R response tokens, K candidates, L decoder layers, E_k experts a token.
+Axes: P prompt tokens, R response tokens, K candidates, L decoder layers, E_k experts a token, M layers with an indexer.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from k31core.rl.selection import SelectedKeys, SelectionError, from_positions
 from k31core.rl.types import Completion, FinishReason, FloatArray, GenerateRequest, IntArray, SamplingParams
 from k31core.rollout.engine import EngineError, StaleVersionError
 from k31core.rollout.engines.sglang.bulk import BulkError, Split, from_base64, split, triples
@@ -33,6 +34,9 @@ class ModelShape:
     num_layers: int
     num_experts: int
     experts_per_token: int
+    index_layers: int = 0
+    """M; 0 without DSA."""
+    index_topk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ def encode_request(request: GenerateRequest, *, rid: str, lora_name: str | None,
     }
     if lora_name is not None:
         body["lora_path"] = lora_name
+    if params.return_selection:
+        body["return_indexer_topk"] = True
     if flat and params.top_logprobs_num:
         body["return_flat_raw_output_top_logprobs"] = True
         body["return_flat_raw_top_logprobs_b64"] = True
@@ -103,8 +109,11 @@ def decode_answer(answer: Answer, request: GenerateRequest, shape: ModelShape) -
         logprobs = _token_logprobs(parts, meta, tokens, where)
         top_ids, top_logprobs = _candidates(parts, meta, request.params.top_logprobs_num, tokens.size, where)
         routing = _routing(parts, meta, request, tokens.size, shape, where) if request.params.return_routing else None
+        selection = _selection(parts, meta, request, tokens.size, shape) if request.params.return_selection else None
     except BulkError as error:
         raise PayloadError(f"{where}: {error}") from error
+    except SelectionError as error:
+        raise PayloadError(f"{where}: indexer_topk {error}") from error
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise PayloadError(
             f"{where}: the answer is not what SGLang's /generate sends ({type(error).__name__}: {error}): "
@@ -115,7 +124,7 @@ def decode_answer(answer: Answer, request: GenerateRequest, shape: ModelShape) -
         _check_candidates(tokens, logprobs, top_ids, top_logprobs, shape, where)
     top_ids, top_logprobs = _in_order(top_ids, top_logprobs)
     return Completion(
-        request.request_id, tokens, logprobs, top_ids, top_logprobs, routing, finish, request.policy_version
+        request.request_id, tokens, logprobs, top_ids, top_logprobs, routing, finish, request.policy_version, selection
     )
 
 
@@ -221,6 +230,27 @@ def _routing(
     if low < 0 or high >= shape.num_experts:
         raise PayloadError(f"{where}: {key} holds expert {low if low < 0 else high} of {shape.num_experts}")
     return flat.astype(np.int16).reshape(expected)
+
+
+def _selection(
+    parts: Split, meta: Mapping[str, Any], request: GenerateRequest, rows: int, shape: ModelShape
+) -> SelectedKeys:
+    """The keys of every layer with an indexer, base64 int32 `[P + R − 1, M, topk]` in the answer, -1 for none.
+
+    Read as positions in the request's own tokens; anything else (cache slots, say) breaks the checks and is refused.
+    """
+    key = "indexer_topk"
+    part = parts.parts.get(key) or meta.get(key)
+    if part is None:
+        raise BulkError(f"no {key}; start the server with --enable-return-indexer-topk")
+    flat = from_base64(part, np.int32, key)
+    inputs, layers, topk = len(request.tokens) + rows - 1, shape.index_layers, shape.index_topk
+    if flat.size != inputs * layers * topk:
+        raise BulkError(
+            f"{key} has {flat.size} entries, expected {inputs} rows (prompt {len(request.tokens)} + response {rows} "
+            f"− 1) x {layers} layers x {topk} keys"
+        )
+    return from_positions(flat.astype(np.int32).reshape(inputs, layers, topk), topk)
 
 
 def _check_tokens(
