@@ -125,17 +125,19 @@ def write_adapter_together(
 
     A collective: every rank calls it on a directory all of them see. `shapes`: every logical tensor. first: true on one
     rank, which lays the files out. agree: waits for every rank and returns the first complaint of any of them; with
-    one, every rank raises `AdapterError`, and what is in the directory must not be committed.
+    one, every rank raises (its own error, or `AdapterError`), and what is in the directory must not be committed.
     """
     directory.mkdir(parents=True, exist_ok=True)
 
     def step(work: Callable[[], None]) -> None:
-        complaint = None
+        own: AdapterError | OSError | None = None
         try:
             work()
         except (AdapterError, OSError) as error:
-            complaint = str(error)
-        seen = agree(complaint)
+            own = error
+        seen = agree(None if own is None else str(own))
+        if own is not None:  # as it is: the caller may want the number of a full disk
+            raise own
         if seen is not None:
             raise AdapterError(seen)
 

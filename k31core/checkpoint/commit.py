@@ -1,12 +1,15 @@
 """Atomic directories: write beside, fsync, manifest with sizes and digests, finite check, rename.
 
 Nothing half-written is ever picked up: a directory counts only when its `manifest.json` is there and every file
-matches it. On full disks and kills the temporary directory stays behind and the next open removes it.
+matches it. After a kill the temporary directory stays behind and the next open removes it; on a full or read-only disk
+it is removed at once, and the error says what is needed.
 """
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +23,8 @@ from k31core.observe.jsonl import fsync_directory
 MANIFEST = "manifest.json"
 FORMAT = 1
 _STAGING = ".staging-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class CommitError(ValueError):
@@ -42,15 +47,66 @@ def staged(final: Path, kind: str, facts: Mapping[str, Any] | None = None) -> It
     """A directory to write into; when the block ends without an error it is committed as `final`.
 
     `facts` (JSON values) go into the manifest; a mutable mapping may be filled inside the block. On an error the
-    staged files are removed and `final` is untouched.
+    staged files are removed and `final` is untouched; a disk that is full or cannot be written is a CommitError.
     """
-    staging = new_staging(final)
+    staging: Path | None = None
     try:
+        staging = new_staging(final)
         yield staging
         commit(staging, final, kind=kind, facts=facts or {})
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+    except BaseException as error:
+        written = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file()) if staging else 0
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        fault = disk_fault(error, final, needed_bytes=written)
+        if fault is not None:
+            raise fault from error
         raise
+
+
+def disk_fault(error: BaseException, final: Path, *, needed_bytes: int = 0) -> CommitError | None:
+    """The error to show when the disk under `final` is full or cannot be written; None for any other fault.
+
+    Says what the commit needs: `needed_bytes`, or what its neighbours take when that is more.
+    """
+    number = _errno(error)
+    if number not in (*_FULL, *_CLOSED):
+        return None
+    where = next(parent for parent in final.parents if parent.is_dir())
+    if number in _CLOSED:
+        return CommitError(
+            f"{final} cannot be written ({os.strerror(number)}): make {where} writable and continue the run; nothing "
+            f"was changed, what was committed before is intact"
+        )
+    needed, free = max(needed_bytes, *_sizes(where)), shutil.disk_usage(where).free
+    return CommitError(
+        f"the disk of {where} filled up while {final.name} was written: it needs about {_mib(needed)}, {_mib(free)} "
+        f"are free now. Nothing is lost, what was committed before is intact; free some space and continue the run"
+    )
+
+
+def _errno(error: BaseException) -> int:
+    """The operating system's number of an error; 0 when it has none. safetensors' Rust part gives it in words."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, Exception) else None
+    return int(found[1]) if found else 0
+
+
+def _sizes(parent: Path) -> list[int]:
+    """Bytes of the commits beside, as their manifests say."""
+    sizes = [0]
+    for directory in parent.iterdir():
+        if is_committed(directory):
+            try:
+                sizes.append(sum(entry["size"] for entry in read_manifest(directory)["files"]))
+            except CommitError:
+                continue  # a damaged neighbour does not matter here
+    return sizes
+
+
+def _mib(size: int) -> str:
+    return f"{size / 1024**2:.1f} MiB"
 
 
 def new_staging(final: Path) -> Path:
@@ -187,6 +243,6 @@ def require_free_space(directory: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
         raise CommitError(
-            f"{directory} has {free / 1024**2:.0f} MiB free, the save needs {needed_bytes / 1024**2:.0f} MiB: "
-            f"free some space or move the run; nothing was written, the last commit is intact"
+            f"{directory} has {_mib(free)} free, the save needs {_mib(needed_bytes)}: free some space or move the run; "
+            f"nothing was written, the last commit is intact"
         )

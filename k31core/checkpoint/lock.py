@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -20,26 +21,26 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         """`path` is the lock file; it is created and never removed (removing it would let two holders in)."""
         self.path = path
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def acquire(self) -> None:
         """Take the lock or raise LockedError at once, naming the holder."""
-        file = self.path.open("a+", encoding="utf-8")
+        file = self.path.open("a+b", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
-            holder = _describe(file.read())
+            holder = _describe(file.read().decode(errors="replace"))
             file.close()
             raise LockedError(
                 f"run directory {self.path.parent} is in use by {holder}; "
                 "wait for it, stop it, or give another --run-id"
             ) from error
-        file.seek(0)
-        file.truncate()
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, file)
-        file.flush()
         self._file = file
+        with suppress(OSError):  # a full disk: the lock holds all the same, only our name is not in it
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode())
 
     def release(self) -> None:
         """Give the lock back; idempotent."""

@@ -7,7 +7,6 @@
   sync/step-N/       the adapter last published    report/         pictures, written at the end
 """
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -66,14 +65,17 @@ class RunStore:
         self.root = root
         self.resolved: ResolvedRecipe = read_resolved(root / RECIPE_FILE)
         self._lock = RunLock(root / "lock")
-        self._lock.acquire()
         try:
+            self._lock.acquire()
             self.ledger = Ledger(root / "ledger.jsonl")
             self.prompts = PromptLedger(root / "prompts.jsonl")
             self.metrics = MetricsFile(root / "metrics.jsonl")
             for name in ("rollouts", "adapters", "sync"):
                 (root / name).mkdir(exist_ok=True)
                 commits.remove_stale_staging(root / name)
+        except OSError as error:
+            self._lock.release()
+            raise StoreError(f"cannot write the run directory {root}: {error.strerror}; make it writable") from error
         except BaseException:
             self._lock.release()
             raise
@@ -142,24 +144,22 @@ class RunStore:
     def save_staging(self, step: int) -> Iterator[Path]:
         """A staging directory for the save of `step`; pass it to `save_adapter` inside the block.
 
-        Checks the free space first. On an error what was written is removed; a disk that filled up meanwhile is a
-        CommitError that says how much is needed.
+        Checks the free space first. On an error what was written is removed; a disk that filled up meanwhile or cannot
+        be written is a CommitError that says how much is needed.
         """
         needed = self.require_space_for_save()
-        staging = commits.new_staging(self.adapter_dir(step))
+        staging: Path | None = None
         try:
+            staging = commits.new_staging(self.adapter_dir(step))
             yield staging
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            shutil.rmtree(staging, ignore_errors=True)
-            raise CommitError(
-                f"the disk of {self.root} filled up during the save of step {step}: it needs about "
-                f"{needed / 1024**2:.0f} MiB, {shutil.disk_usage(self.root).free / 1024**2:.0f} MiB are free now. "
-                f"The previous save is intact; free some space and continue the run."
-            ) from error
+        except Exception as error:
+            fault = commits.disk_fault(error, self.adapter_dir(step), needed_bytes=needed)
+            if fault is not None:
+                raise fault from error
+            raise
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            if staging is not None:
+                shutil.rmtree(staging, ignore_errors=True)
 
     def apply_retention(self) -> list[Path]:
         """Delete what the recipe no longer keeps. The newest valid save and every rollout after it always stay."""

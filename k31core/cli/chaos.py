@@ -58,17 +58,28 @@ class Chaos:
         self.log = root.parent / f"{root.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, arguments: Sequence[str], *, kills: int, timeout_s: float, say: Callable[[str], None]) -> list[Kill]:
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        kills: int,
+        timeout_s: float,
+        say: Callable[[str], None],
+        over_steps: int | None = None,
+    ) -> list[Kill]:
         """Start `k31 train` with `arguments` and kill until `kills` are done; returns what was killed.
 
-        Raises ChaosError when the run fails by itself, stands still, or takes longer than `timeout_s`.
+        over_steps: the run's steps, to spread the kills over all of them; None kills as early as it may. Raises
+        ChaosError when the run fails by itself, stands still, or takes longer than `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
+        plan = self._plan(kills, over_steps)
         self._start(["train", "--run-id", self.root.name, "--save-dir", str(self.root.parent), *arguments])
         try:
             seen = self._committed()
             while len(self.kills) < kills and not self._ended():
-                if not self._wait_for_commit(seen, deadline):
+                step, more = plan[len(self.kills)]
+                if not self._wait_for_step(step, deadline) or not self._wait_for_commit(seen + more, deadline):
                     break
                 time.sleep(self.random.uniform(0.0, 1.5))
                 if self._strike(say):
@@ -77,6 +88,15 @@ class Chaos:
         finally:
             self._stop()
         return self.kills
+
+    def _plan(self, kills: int, over_steps: int | None) -> list[tuple[int, int]]:
+        """(step that must have been trained, phases to let pass) of every kill: random, in the order of the steps."""
+        if over_steps is None:
+            return [(0, 0)] * kills
+        return [
+            (step, self.random.randrange(4))
+            for step in sorted(self.random.choices(range(max(1, over_steps - 1)), k=kills))
+        ]
 
     def _start(self, command: Sequence[str]) -> None:
         with self.log.open("ab") as out:
@@ -112,6 +132,14 @@ class Chaos:
         if starts > 4 * (len(self.kills) + 2):
             raise ChaosError(f"{self.root} does not get on after {starts} starts; see {self.log}")
         self._start(["train", "--resume", self.root.name, "--save-dir", str(self.root.parent)])
+
+    def _wait_for_step(self, step: int, deadline: float) -> bool:
+        """Wait until the run has ever trained `step`; False when it ended first."""
+        while max((r["step"] for r in self._ledger() if r["phase"] == "train"), default=0) < step:
+            if self._ended():
+                return False
+            self._pause(deadline)
+        return not self._ended()
 
     def _wait_for_commit(self, seen: int, deadline: float) -> bool:
         """Wait until more phases are committed than `seen`; False when the run ended first."""

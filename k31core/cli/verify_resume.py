@@ -9,7 +9,7 @@ import typer
 def verify_resume(
     run: Annotated[Path, typer.Argument(help="Run directory whose recipe is used; it is not changed.")],
     steps: Annotated[int, typer.Option(help="Steps of the two runs.")] = 6,
-    kills: Annotated[int, typer.Option(help="Kills in the second run.")] = 3,
+    kills: Annotated[int, typer.Option(help="Kills in the second run, spread over its steps.")] = 3,
     seed: Annotated[int, typer.Option(help="Chooses the targets and the moments.")] = 0,
     target: Annotated[list[str] | None, typer.Option(help="Kill only these: flow, engine, trainer, prefect.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each of the two runs.")] = 1800.0,
@@ -44,7 +44,7 @@ def verify_resume(
     whole.run(arguments, kills=0, timeout_s=timeout, say=print_note)
     print_note(f"2 of 2: {steps} steps with {kills} kills")
     killed = Chaos(scratch / "killed", home, seed=seed, targets=target or TARGETS)
-    done = killed.run(arguments, kills=kills, timeout_s=timeout, say=print_note)
+    done = killed.run(arguments, kills=kills, timeout_s=timeout, say=print_note, over_steps=steps)
     found = differences(whole.root, killed.root)
     if found:
         raise ChaosError(f"{len(found)} differences (runs kept in {scratch}):\n" + "\n".join(found[:20]))

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ Record = dict[str, Any]
 
 
 class JournalError(ValueError):
-    """A journal that cannot be read: names the file and the line."""
+    """A journal that cannot be read or written: names the file, and the line."""
 
 
 def read_lines(path: Path) -> tuple[list[Record], str | None]:
@@ -62,13 +63,26 @@ class Journal:
         if not new:
             return
         fresh = not self.path.exists()
-        with self.path.open("ab") as file:
-            file.write(b"".join(encode(record) for record in new))
-            file.flush()
-            os.fsync(file.fileno())
+        length = 0 if fresh else self.path.stat().st_size
+        try:
+            with self.path.open("ab") as file:
+                file.write(b"".join(encode(record) for record in new))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._cut(length)
+            raise JournalError(
+                f"{self.path} cannot be written ({error.strerror}): free some space or make it writable, and continue "
+                f"the run; its {len(self.records)} lines are intact"
+            ) from error
         if fresh:
             fsync_directory(self.path.parent)
         self.records.extend(new)
+
+    def _cut(self, length: int) -> None:
+        """Take back a line that was written in part: another one behind it would make it damage."""
+        with suppress(OSError):  # a file that cannot be opened has nothing of it
+            os.truncate(self.path, length)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
@@ -93,10 +107,14 @@ def encode(record: Mapping[str, Any]) -> bytes:
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace `path` with `content`: afterwards either the old or the new bytes are there, never a mixture."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
     fsync_directory(path.parent)
 

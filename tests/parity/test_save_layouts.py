@@ -19,12 +19,13 @@ from safetensors.torch import load_file
 
 from k31core.checkpoint.adapter import AdapterConfig, write_adapter
 from k31core.checkpoint.native import write_native_checkpoint
+from k31core.checkpoint.optimizer_state import OptimizerStateError
 from k31core.model.config import load_config, parse_config
 from k31core.model.layout import check_layout
 from k31core.model.weight_names import adapter_slots
 from k31core.parallel.groups import build_mesh, destroy_mesh
 from k31core.parallel.mesh import SINGLE, LayoutError
-from k31core.parallel.sharding import Shard
+from k31core.parallel.sharding import GradSum, Shard
 from k31core.recipe.load import load_recipe
 from k31core.recipe.train import ParallelRecipe
 from k31core.train.state import rng_state
@@ -308,3 +309,23 @@ def test_the_comparison_sees_one_bit(tmp_path: Path) -> None:
     index.write_text(json.dumps(listing))
     with pytest.raises((AssertionError, RuntimeError)):
         in_the_files(tmp_path / "out" / "save")
+
+
+def fail_to_export(rank: int, world: int, start: Start, out: Path) -> str:
+    layout = ParallelRecipe(dp=2, ep=2)
+    trainer = trainer_of(start, layout, build_mesh(layout))
+    trainer.fresh()
+    if rank == 1:
+        own = next(s for s in trainer.optimizer.state_slots() if s.shard.grad_sum is GradSum.EXPERT and s.shard.start)
+        own.tensor.view(-1)[0] = float("nan")
+    try:
+        trainer.export(out, optimizer=True)
+    except OptimizerStateError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_that_one_rank_cannot_write_is_everybodys_error(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    messages = run_ranks(2, fail_to_export, make_start(tmp_path, "float32"), tmp_path / "out", timeout=90)
+    assert messages[0] == messages[1] and "is not finite" in messages[0]
