@@ -7,6 +7,7 @@ import signal
 import threading
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from k31core.checkpoint.commit import set_aside
 from k31core.checkpoint.lock import holder
 from k31core.cluster import actors
 from k31core.cluster.actors import WorkerLostError, WorkerSpec
-from k31core.cluster.engine_nodes import EngineRun, needs_node_workers, start_engine_nodes
+from k31core.cluster.engine_nodes import EngineRun, needs_node_workers, require_servers, start_engine_nodes
 from k31core.observe.jsonl import write_atomic
 from k31core.observe.ledger import Phase
 from k31core.recipe.load import override_recipe
-from tasks.preflight import check_cluster
+from tasks.preflight import check_cluster, check_network
 from tasks.run_directory import Position, Run
 
 __all__ = ["WorkerLostError", "connect", "connect_engine", "connect_ray", "release"]
@@ -55,6 +56,7 @@ def connect(run: Run) -> None:
     _replace_busy_engine(run, group)
     _write_worker_pids(run)
     _start_new(run)
+    check_network(run)
     run.position = _position(run)
 
 
@@ -77,9 +79,11 @@ def connect_engine(run: Run) -> None:
 
 
 def _place(run: Run) -> tuple[list[WorkerSpec], WorkerSpec, Any]:
-    """(trainer ranks, engine, their placement group), after a look at the cluster when no worker runs yet."""
-    if not actors.names(f"{run.store.root}:"):  # with workers to attach to, their own memory would be in the way
-        run.worker_environment = check_cluster(run)
+    """(trainer ranks, engine, their placement group), after a look at the cluster.
+
+    Workers that live on are replaced when what the look found changes their environment (a port is left out).
+    """
+    run.worker_environment = check_cluster(run)
     trainer_specs, engine_spec = worker_specs(run)
     bundles = [_bundle(spec) for spec in [*trainer_specs, engine_spec]]
     for left in release_leftovers(run):
@@ -146,7 +150,8 @@ def worker_specs(run: Run) -> tuple[list[WorkerSpec], WorkerSpec]:
     run_dir, model_dir = str(run.store.root), str(run.prepared.model_dir)
     # one rendezvous file a bring-up: a stale one would make new ranks join a dead group
     init_method = f"file://{run.store.root}/.rendezvous-{uuid.uuid4().hex[:8]}" if world_size > 1 else ""
-    fingerprint = hashlib.sha256(json.dumps([text, run_dir, model_dir, code_digest()]).encode()).hexdigest()
+    same = [text, run_dir, model_dir, sorted(run.worker_environment.items()), code_digest()]
+    fingerprint = hashlib.sha256(json.dumps(same).encode()).hexdigest()
     names = worker_names(run.store.root, world_size)
     shares_gpu = recipe.cluster.colocate and recipe.train.device == "cuda"
     trainers = [
@@ -198,6 +203,7 @@ def _join_engine_nodes(run: Run, spec: WorkerSpec) -> WorkerSpec:
         model_dir=arguments["model_dir"],
         run_dir=arguments["run_dir"],
         environment=spec.environment,
+        fingerprint=spec.fingerprint,
     )
     urls = start_engine_nodes(run.recipe, engine_run)
     joined = override_recipe(run.recipe, [f"rollout.engine.server_urls={list(urls)}"])
@@ -266,7 +272,10 @@ def _start_new(run: Run) -> None:
     assert run.engine is not None
     new = [worker for worker in [*run.trainers, run.engine] if not worker.attached]
     calls = [worker.submit("start") for worker in new]
-    actors.wait_for(new, calls, "start", run.recipe.rollout.engine.startup_timeout_s)
+    timeout_s = run.recipe.rollout.engine.startup_timeout_s
+    prefix = f"{run.store.root}:"
+    watch = partial(require_servers, prefix) if needs_node_workers(run.recipe) else None
+    actors.wait_for(new, calls, "start", timeout_s, watch)
 
 
 def _position(run: Run) -> Position:

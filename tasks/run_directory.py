@@ -14,11 +14,15 @@ from prefect.runtime import flow_run
 
 from k31core.checkpoint.store import RunStore, create_run, run_ids
 from k31core.cluster.actors import Worker, WorkerLostError, call_together
+from k31core.cluster.hang import SilenceWatch
 from k31core.cluster.home import Home, find_home
 from k31core.observe.jsonl import read_lines
 from k31core.observe.ledger import Attempt, Phase, has_ended, waits_for_a_person
 from k31core.recipe.load import load_recipe, override_recipe, read_resolved, resolve
 from k31core.recipe.recipe import Recipe
+
+GIVES_SIGNS = ("train", "run", "evaluate")
+"""Calls within which a worker writes what it has finished (`k31core.observe.progress`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +141,18 @@ class Run:
     def call_trainers(self, method: str, *arguments: Any) -> list[Any]:
         """The same call on every trainer rank at once; results by rank. Raises WorkerLostError or the rank's error."""
         timeout_s = self.recipe.cluster.phase_timeout_s
-        return call_together(self.trainers, method, *arguments, timeout_s=timeout_s)
+        return call_together(self.trainers, method, *arguments, timeout_s=timeout_s, watch=self._watch(method))
 
     def call_engine(self, method: str, *arguments: Any) -> Any:
         """A call on the rollout worker. Raises WorkerLostError or the worker's own error."""
         assert self.engine is not None, "connect() comes first"
-        return self.engine.call(method, *arguments, timeout_s=self.recipe.cluster.phase_timeout_s)
+        timeout_s = self.recipe.cluster.phase_timeout_s
+        return self.engine.call(method, *arguments, timeout_s=timeout_s, watch=self._watch(method))
+
+    def _watch(self, method: str) -> SilenceWatch | None:
+        """For calls whose workers give signs of life; the others are short and have the phase's limit only."""
+        limit_s = self.recipe.cluster.silence_timeout_s
+        return SilenceWatch(self.store.root, method, limit_s) if method in GIVES_SIGNS else None
 
     @contextmanager
     def phase(self, phase: Phase, step: int, inputs: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:

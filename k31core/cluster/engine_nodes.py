@@ -10,9 +10,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from k31core.cluster.actors import NAMESPACE, AsyncHost, ClusterError
+from k31core.cluster.actors import NAMESPACE, AsyncHost, ClusterError, kill, names
 from k31core.recipe.recipe import Recipe
 
+_IDENTITY_S = 30.0
 NODE_WORKER = ("k31core.workers.sglang_node", "SglangNodeWorker")
 
 
@@ -26,6 +27,8 @@ class EngineRun:
     model_dir: str
     run_dir: str
     environment: Mapping[str, str]
+    fingerprint: str = ""
+    """An actor with another one is replaced: its recipe, code or environment is another."""
 
 
 def needs_node_workers(recipe: Recipe) -> bool:
@@ -73,10 +76,9 @@ def _nodes(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _worker(run: EngineRun, engine: int, rank: int, head: str, node_id: str) -> Any:
     name = f"{run.name_prefix}sglang-{engine}-{rank}"
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        pass  # not there yet
+    living = _living(name, run.fingerprint)
+    if living is not None:
+        return living
     arguments = {
         "recipe_json": run.recipe_json,
         "model_dir": run.model_dir,
@@ -94,4 +96,43 @@ def _worker(run: EngineRun, engine: int, rank: int, head: str, node_id: str) -> 
         max_restarts=0,
         runtime_env={"env_vars": {**run.environment, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}},
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
-    ).remote(*NODE_WORKER, arguments, "")
+    ).remote(*NODE_WORKER, arguments, run.fingerprint)
+
+
+def _living(name: str, fingerprint: str) -> Any:
+    """The actor of that name when it is this run's as it is now; another one is ended."""
+    try:
+        handle = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    try:
+        if ray.get(handle.identity.remote(), timeout=_IDENTITY_S)["fingerprint"] == fingerprint:
+            return handle
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        pass  # dead, or it does not answer: it is replaced
+    kill(name)
+    return None
+
+
+def node_states(name_prefix: str, *, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+    """What every living node worker of a run says about its server; those that do not answer in time are left out."""
+    handles = [ray.get_actor(name, namespace=NAMESPACE) for name in names(f"{name_prefix}sglang-")]
+    calls = [handle.call.remote("state", []) for handle in handles]
+    done, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
+    states = []
+    for call in done:
+        try:
+            states.append(ray.get(call))
+        except ray.exceptions.RayError:
+            continue  # it is gone: whoever waits for the engine is told by the lost connection
+    return states
+
+
+def require_servers(name_prefix: str) -> None:
+    """Raise ClusterError when a server of the run has ended: node, exit code and the end of its log."""
+    for state in node_states(name_prefix):
+        if state["exit_code"] is not None:
+            raise ClusterError(
+                f"{state['what']} on {state['host']} ended with exit code {state['exit_code']}: {state['reason']} "
+                f"(log: {state['log']})"
+            )

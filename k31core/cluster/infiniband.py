@@ -248,13 +248,18 @@ def _check_enough(
         return
     lines = []
     for node in short:
-        own = [f"{b.device}:{b.port or '*'} ({b.why})" for b in bad if b.node == node.node]
-        others = [f"{b.device}:{b.port or '*'} (bad on {b.node})" for b in bad if b.node != node.node]
+        own = [f"{b.device}:{b.port or '*'} ({b.why})" for b in bad if _is_on(b, node)]
+        others = [f"{b.device}:{b.port or '*'} (bad on {b.node})" for b in bad if not _is_on(b, node)]
         lines.append(
             f"node {node.node}: {len(used[node.node])} usable of {len(node.ports)} ports, {minimum} needed "
             f"(cluster.min_hcas_per_node); left out: {', '.join(own + others) or 'none'}"
         )
     raise InfinibandError("too few InfiniBand ports\n" + "\n".join(lines) + "\nrepair the ports or replace the node")
+
+
+def _is_on(bad: BadPort, node: NodePorts) -> bool:
+    """NCCL's log knows the host, the survey calls the node `host-id`."""
+    return bad.node == node.node or node.node.startswith(f"{bad.node}-")
 
 
 def _names(ports: Iterable[tuple[str, int]]) -> str:

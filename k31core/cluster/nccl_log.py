@@ -104,15 +104,25 @@ class NcclLogScanner:
         fault = None if self._skipping else parse_line(rest.decode("utf-8", "replace"))
         return [] if fault is None else [fault]
 
+    @property
+    def unfinished_bytes(self) -> int:
+        """Length of the line that is not complete yet."""
+        return len(self._rest)
+
 
 class LogFollower:
     """Reads what was added to a file since the last call; starts over when the file was replaced or cut."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, position: tuple[int, int] | None = None) -> None:
+        """position: what `position` was for an earlier reader of this file."""
         self.path = path
-        self._offset = 0
-        self._inode: int | None = None
+        self._inode, self._offset = position or (None, 0)
         self._scanner = NcclLogScanner()
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """(inode, bytes read up to the last whole line); None before the file was there."""
+        return None if self._inode is None else (self._inode, self._offset - self._scanner.unfinished_bytes)
 
     def poll(self) -> list[NcclFault]:
         """Faults written since the last call; none while the file does not exist."""

@@ -42,6 +42,8 @@ class Needs:
     host_memory_bytes: int = 0
     """Peak of host memory a node (offloaded optimizer and engine's base copy)."""
     gpu_memory_mib: int = 0
+    cards_are_free: bool = True
+    """False while workers of this run live: what lies on the cards is their own."""
     needs_checkpoint: bool = True
     token_text: str | None = None
 
@@ -134,7 +136,7 @@ def _check_gpus(report: NodeReport, needs: Needs) -> list[tuple[str, str]]:
                     "take that node out, or set cluster.accelerator and use a recipe sized for the card",
                 )
             )
-        if gpu.memory_used_mib > MAX_USED_GPU_MIB:
+        if needs.cards_are_free and gpu.memory_used_mib > MAX_USED_GPU_MIB:
             found.append(
                 (
                     f"GPU {gpu.index} already holds {gpu.memory_used_mib} MiB of another process",

@@ -49,15 +49,29 @@ class Survey:
         }
 
 
-def needs_of(recipe: Recipe, *, save_free_bytes: int = 0, host_memory_bytes: int = 0) -> Needs:
-    """What a recipe asks of the nodes; the byte counts come from the plan."""
-    cluster = recipe.cluster
+@dataclass(frozen=True, slots=True)
+class ByteNeeds:
+    """What the plan of a recipe asks of each node; 0 is not judged."""
+
+    gpu_memory_bytes: int = 0
+    """Peak of the fullest card."""
+    host_memory_bytes: int = 0
+    """Peak of the fullest host."""
+    save_free_bytes: int = 0
+    """What the run still writes into the save directory, less what retention will have deleted."""
+
+
+def needs_of(recipe: Recipe, planned: ByteNeeds | None = None, *, workers_alive: bool = False) -> Needs:
+    """What a recipe and its plan ask of the nodes. `workers_alive`: of this run, so their memory is in use."""
+    cluster, planned = recipe.cluster, planned or ByteNeeds()
     return Needs(
         num_nodes=cluster.num_nodes,
         gpus_per_node=cluster.gpus_per_node,
         accelerator=cluster.accelerator,
-        save_free_bytes=save_free_bytes,
-        host_memory_bytes=host_memory_bytes,
+        save_free_bytes=planned.save_free_bytes,
+        host_memory_bytes=planned.host_memory_bytes,
+        gpu_memory_mib=-(-planned.gpu_memory_bytes // 2**20),
+        cards_are_free=not workers_alive,
     )
 
 

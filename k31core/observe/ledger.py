@@ -18,6 +18,8 @@ class Phase(StrEnum):
     PREPARE = "prepare"
     CLUSTER = "cluster"
     """What every node reported before the workers were placed, and the InfiniBand ports that were left out."""
+    NETWORK = "network"
+    """The all-reduce over the trainer ranks after they started anew."""
     RESUME = "resume"
     """What was restored, from where, and what was not."""
     EVAL = "eval"

@@ -56,8 +56,14 @@ class ClusterRecipe(Section):
     """Use ports again that an earlier start of this run left out and that are up now."""
     infiniband_root: str = "/sys/class/infiniband"
     """Where each node reads its ports."""
+    all_reduce_check_mb: int = Field(64, ge=0)
+    """Size of the all-reduce over the trainer ranks at bring-up, per node and over all; 0 skips it."""
+    min_all_reduce_gb_per_s: float | None = Field(None, gt=0)
+    """Least bus bandwidth of the all-reduce over all ranks; None reports it only."""
     phase_timeout_s: float = Field(7200.0, gt=0)
     """A rollout, train or sync phase longer than this is a hang."""
+    silence_timeout_s: float = Field(1800.0, gt=0)
+    """No sign of life (a microbatch, an answer) from any worker for this long within a phase is a hang, too."""
     max_attempts_without_progress: int = Field(2, ge=1)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from k31core.checkpoint import commit as commits
 from k31core.checkpoint.store import step_name
 from k31core.grading.pool import GraderPool
+from k31core.observe.progress import ProgressFile
 from k31core.recipe.load import ResolvedRecipe, resolve
 from k31core.recipe.recipe import Recipe
 from k31core.rollout.data import PreparedSplit, PromptStream
@@ -23,6 +24,7 @@ from k31core.rollout.engine import Engine, EngineError, EngineHealth
 from k31core.rollout.episode import StepPlan, StepResult, run_step
 from k31core.rollout.evaluation import EvalPlan, Evaluation, evaluate, table_file, write_table
 from k31core.rollout.factory import build_engine
+from k31core.rollout.noted import NotedEngine
 from k31core.rollout.records import write_groups
 from k31core.rollout.reward import Rewarder
 from k31core.rollout.step_metrics import step_metrics
@@ -56,7 +58,8 @@ class RolloutWorker:
         codec = TextCodec.load(self._model_dir, trust_remote_code=recipe.model.trust_remote_code)
         train = None if self._evaluate_only else PreparedSplit.open(self._data_dir / TRAIN_DIR)
         heldout = None if recipe.data.heldout is None else PreparedSplit.open(self._data_dir / HELDOUT_DIR)
-        engine = await build_engine(self._resolved, self._model_dir, log_dir=self._run_dir / "logs")
+        built = await build_engine(self._resolved, self._model_dir, log_dir=self._run_dir / "logs")
+        engine = NotedEngine(built, ProgressFile(self._run_dir, "engine").note)
         reward = recipe.reward
         pool = GraderPool(
             workers=reward.workers,

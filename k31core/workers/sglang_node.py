@@ -1,5 +1,6 @@
 """One node's part of an SGLang engine that spans nodes, as an actor hosts it: started, asked, stopped."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,19 @@ class SglangNodeWorker:
 
     async def state(self) -> dict[str, Any]:
         """Whether it runs, and what its log says when it does not."""
+        what = f"SGLang engine {self._place.engine}, node {self._place.node_rank}"
+        about = {"what": what, "host": platform.node(), "log": None}
         if self._process is None:
-            return {"running": False, "exit_code": None, "reason": "not started"}
+            return {**about, "running": False, "exit_code": None, "reason": "not started"}
         code = self._process.exit_code
-        return {"running": code is None, "exit_code": code, "reason": "" if code is None else self._process.reason()}
+        reason = "" if code is None else self._process.reason()
+        return {
+            **about,
+            "running": code is None,
+            "exit_code": code,
+            "reason": reason,
+            "log": str(self._process.log),
+        }
 
     async def stop(self) -> None:
         """End the process and its children; idempotent."""
