@@ -21,7 +21,7 @@ from k31core.ops.mxfp4 import check_scale
 from k31core.parallel.sharding import Shard, Slot, Stored
 
 INDEX = "model.safetensors.index.json"
-_ALLOWED = {
+ALLOWED = {
     Stored.WEIGHT: (torch.bfloat16,),
     Stored.SMALL: (torch.bfloat16, torch.float32),
     Stored.EXACT: (torch.float32,),
@@ -29,6 +29,7 @@ _ALLOWED = {
     Stored.SCALE: (torch.uint8,),
     Stored.FACTOR: (torch.bfloat16, torch.float32),
 }
+"""dtypes that a file may have."""
 _PROGRESS_BYTES = 1 << 30
 """A load larger than this shows a progress bar."""
 
@@ -195,7 +196,7 @@ def _check_entry(file: TensorFile, name: str, shard: Shard) -> None:
     shape = shard.shape if shard.zero_padded_to is None else (shard.zero_padded_to,)
     if entry.shape != shape:
         raise CheckpointError(f"{file.path}: {name} has shape {list(entry.shape)}, this model needs {list(shape)}")
-    allowed = _ALLOWED[shard.stored]
+    allowed = ALLOWED[shard.stored]
     if entry.dtype not in allowed:
         expected = " or ".join(NAMES[dtype] for dtype in allowed)
         raise CheckpointError(f"{file.path}: {name} has dtype {NAMES[entry.dtype]}, this model needs {expected}")

@@ -51,11 +51,21 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 
 def load_torch_dist(directory: Path, slots: Sequence[Slot], mesh: Mesh, facts: Mapping[str, Any]) -> None:
-    """Fill every slot of this rank, bit for bit. Raises TorchDistError when the directory is of another model."""
+    """Fill every slot of this rank, bit for bit. Raises TorchDistError when the directory is of another model.
+
+    `source` in `facts` is compared only when the directory knows its own.
+    """
     from megatron.core import dist_checkpointing
 
     found = read_facts(directory)
+    unknown = {"source"} if found.get("source") is None else set()
     wrong = {key: (found.get(key), value) for key, value in facts.items() if found.get(key) != value}
+    wrong = {key: pair for key, pair in wrong.items() if key not in unknown}
+    if set(wrong) == {"source"}:
+        raise TorchDistError(
+            f"{directory} was made from another checkpoint of the same sizes than the one that is trained: convert "
+            "again, or give the checkpoint it was made from"
+        )
     if wrong:
         key, (theirs, ours) = next(iter(wrong.items()))
         raise TorchDistError(f"{directory} holds another model: {key} is {theirs!r} there and {ours!r} here")

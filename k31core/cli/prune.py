@@ -9,7 +9,7 @@ import typer
 def prune(
     model_dir: Annotated[Path, typer.Argument(help="A full native checkpoint.")],
     save_dir: Annotated[Path, typer.Argument(help="Where the small checkpoint goes.")],
-    layers: Annotated[int | None, typer.Option(help="Keep the first so many layers.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Keep the first so many layers.")] = None,
     keep: Annotated[str | None, typer.Option(help="Keep these layers, counted from 1: 1,2,3,8.")] = None,
 ) -> None:
     """Cut a checkpoint of a few layers from a full one, at its real widths.

@@ -148,6 +148,9 @@ def convert_shard(model_dir: Path, save_dir: Path, shard: str, *, elsewhere: Map
                     for piece in pieces(file, name):
                         writer.write(name, piece)
             written = writer.finish()
+    except OSError as error:
+        partial_file.unlink(missing_ok=True)
+        raise ConvertError(f"{final}: {error.strerror}; finished shards are kept: mend it, run again") from error
     finally:
         for opened in scales.values():
             opened.close()

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from k31core.checkpoint.native import INDEX, NativeCheckpoint, write_native_checkpoint
 from k31core.checkpoint.tensor_file import TensorFile
-from k31core.convert.source import ConvertError, carry_files, check_free_space, check_target, read_config
+from k31core.convert.source import (
+    ConvertError,
+    carry_files,
+    check_free_space,
+    check_target,
+    make_target,
+    open_mxfp4,
+)
+from k31core.model.config import load_config
+from k31core.model.weight_names import IGNORED_PREFIXES, expected_names
 
 _LAYER = re.compile(r"^(language_model\.model\.layers\.)(\d+)(\..+)$")
 
@@ -21,17 +30,21 @@ _LAYER = re.compile(r"^(language_model\.model\.layers\.)(\d+)(\..+)$")
 def prune(model_dir: Path, save_dir: Path, keep: list[int], *, shard_bytes: int = 4 << 30) -> dict[str, Any]:
     """Write the layers `keep` (1-based, rising) of `model_dir` as a whole checkpoint; returns what was written.
 
-    Raises ConvertError when the kept layers do not make a model: unknown numbers, a dense layer after an expert layer,
-    or no layer of one attention kind.
+    Raises ConvertError for a source that is no native checkpoint, and when the kept layers do not make a model:
+    unknown numbers, or no layer of one attention kind. ConfigError or CheckpointError for a damaged source.
     """
     check_target(model_dir, save_dir)
     if (save_dir / INDEX).exists():
         raise ConvertError(f"{save_dir} already holds a checkpoint: choose another directory")
-    config = pruned_config(read_config(model_dir), keep)
-    checkpoint = NativeCheckpoint(model_dir)
+    source, checkpoint = open_mxfp4(model_dir)
+    full = load_config(model_dir)
+    config = pruned_config(source, keep)
+    checkpoint.check_names(expected_names(full), IGNORED_PREFIXES)
     renamed = dict(_renamed(checkpoint, keep))
-    save_dir.mkdir(parents=True, exist_ok=True)
     check_free_space(save_dir, _bytes_of(checkpoint, renamed))
+    make_target(save_dir)
+    for left in save_dir.glob("*.partial"):
+        left.unlink()
     carry_files(model_dir, save_dir)
     write_native_checkpoint(save_dir, config, _tensors(checkpoint, renamed), shard_bytes)
     return {"layers": len(keep), "tensors": len(renamed), "directory": str(save_dir)}
@@ -42,7 +55,8 @@ def pruned_config(config: dict[str, Any], keep: list[int]) -> dict[str, Any]:
     text = config["text_config"]
     layers = text["num_hidden_layers"]
     if not keep or keep != sorted(set(keep)) or keep[0] < 1 or keep[-1] > layers:
-        raise ConvertError(f"layers to keep must be rising numbers from 1 to {layers}, got {keep}")
+        shown = keep if len(keep) < 10 else f"{str(keep[:3])[:-1]}, … {keep[-1]}]"
+        raise ConvertError(f"layers to keep must be rising numbers from 1 to {layers}, got {shown}")
     dense = sum(number <= text["first_k_dense_replace"] for number in keep)
     number_of = {old: new for new, old in enumerate(keep, start=1)}
     result = copy.deepcopy(config)

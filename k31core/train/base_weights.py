@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from k31core.checkpoint.fingerprint import checkpoint_fingerprint
 from k31core.checkpoint.native import LoadReport, NativeCheckpoint
 from k31core.checkpoint.torch_dist import load_torch_dist
 from k31core.model.config import ModelConfig
@@ -43,12 +44,18 @@ def load_native(decoder: Decoder, model_dir: Path) -> LoadReport:
     return checkpoint.load(base_slots(decoder))
 
 
-def load_reference(decoder: Decoder, directory: Path) -> LoadReport:
-    """Fill a decoder with BF16 experts from a torch_dist directory, at the decoder's own layout (collective)."""
+def load_reference(decoder: Decoder, directory: Path, source: Path | None = None) -> LoadReport:
+    """Fill a decoder with BF16 experts from a torch_dist directory, at the decoder's own layout (collective).
+
+    source: the MXFP4 checkpoint it must have been made from. Raises TorchDistError.
+    """
     slots = bf16_slots(decoder)
     begun = time.perf_counter()
+    facts = model_facts(decoder.config)
+    if source is not None:
+        facts["source"] = checkpoint_fingerprint(source)
     with _some_group():
-        load_torch_dist(directory, slots, decoder.build.mesh, model_facts(decoder.config))
+        load_torch_dist(directory, slots, decoder.build.mesh, facts)
     # megatron-core reads the files; which ranges it asked for is not seen here, so the tensors' bytes stand for them.
     ranges = [(0, slot.tensor.numel() * slot.tensor.element_size()) for slot in slots]
     return LoadReport(len(slots), {directory.name: ranges}, time.perf_counter() - begun)

@@ -12,7 +12,12 @@ import torch
 
 from k31core.checkpoint.adapter import AdapterConfig, load_adapter, read_adapter_config
 from k31core.checkpoint.native import LoadReport
-from k31core.checkpoint.optimizer_state import OPTIMIZER_DIR, has_optimizer_state, read_optimizer_state
+from k31core.checkpoint.optimizer_state import (
+    OPTIMIZER_DIR,
+    OptimizerStateError,
+    has_optimizer_state,
+    read_optimizer_state,
+)
 from k31core.model.build import LORA_TARGETS, Build, ExpertFormat, LoraSpec
 from k31core.model.config import load_config
 from k31core.model.decoder import Decoder
@@ -149,11 +154,20 @@ class Trainer:
         """
         rank, _ = world(self.decoder)
         export_adapter(self.decoder, adapter_config(self._recipe), directory, first_complaint)
-        if rank == 0:
-            write_trainer_state(directory, SavedState(self.steps_done, self._lr, rng_state()))
-        if optimizer:
-            export_optimizer(self.decoder, self.optimizer, directory)
-        first_complaint(None)  # nobody reports a file that another rank is still writing
+        own: OSError | OptimizerStateError | None = None
+        try:
+            if rank == 0:
+                write_trainer_state(directory, SavedState(self.steps_done, self._lr, rng_state()))
+            if optimizer:
+                export_optimizer(self.decoder, self.optimizer, directory)
+        except (OSError, OptimizerStateError) as error:
+            own = error
+        # a fault of one rank is everybody's, and nobody reports a file that another rank is still writing
+        seen = first_complaint(None if own is None else str(own))
+        if own is not None:
+            raise own
+        if seen is not None:
+            raise OptimizerStateError(seen)
 
     def digest(self) -> str:
         """Digest of the logical adapter in memory. A collective."""
@@ -211,7 +225,10 @@ def build_trainer(recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE) -> tu
     check_layout(config, layout)
     stages = stage_layers(config.num_hidden_layers, layout.pp, layout.first_stage_layers, layout.last_stage_layers)
     decoder = Decoder(config, build, stages[mesh.pp.rank])
-    report = load_native(decoder, model_dir) if packed else load_reference(decoder, torch_dist_dir(model_dir))
+    if packed:
+        report = load_native(decoder, model_dir)
+    else:
+        report = load_reference(decoder, torch_dist_dir(model_dir), source=model_dir)
     optimizer = build_optimizer(recipe, trainable_slots(decoder))
     return Trainer(decoder, recipe, optimizer, run_pipelined if mesh.pp.size > 1 else None), report
 
