@@ -21,9 +21,8 @@ FILES_MANIFEST = "k31-files.json"
 FORMAT = 1
 WORK_FOLDER = ".k31-download"
 """Partial and quarantined files, inside the directory."""
-_BLOCK = 4 << 20
-_READ_AHEAD = 16 << 20
-"""The disk fetches this much while a block is hashed."""
+_BLOCK = 1 << 20
+"""Read and hashed at a time: what was read is still in the core's cache when it is hashed."""
 _HIDDEN_FOLDERS = frozenset({WORK_FOLDER, ".cache", ".git"})
 
 Progress = Callable[[int], None]
@@ -166,10 +165,10 @@ def digests(path: Path, size: int, *, want_git: bool, progress: Progress | None 
     buffer = bytearray(min(_BLOCK, max(size, 1)))
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
-        position = 0
+        # Larger read-ahead. Not WILLNEED for the next blocks: that fills the page cache with single pages, from which
+        # a file is copied at a third of the speed, now and at every later check.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):
-            position += count
-            os.posix_fadvise(file.fileno(), position, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
             sha256.update(view[:count])
             if git is not None:
                 git.update(view[:count])
