@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from k31core.cluster.services import add_process
 
 ROOT = Path(__file__).parents[2]
 POOL = "k31"
+NO_BLOCK = "none"
 
 
 class DeployError(ValueError):
@@ -62,15 +63,23 @@ def _process_pool_template() -> dict[str, Any]:
 
 
 def apply_automations(path: Path, notify_block: str | None = None) -> list[str]:
-    """Replace the automations that `path` declares; returns their names."""
+    """Replace the automations that `path` declares; returns the names of those that were applied.
+
+    notify_block: `TYPE/NAME` of a notification block that is told about ended runs, `none` to end that, None to leave
+    it as it is. Raises DeployError when there is no such block.
+    """
     from prefect.automations import Automation
 
-    names = []
-    for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["automations"] + _notification(notify_block):
+    declared = yaml.safe_load(path.read_text(encoding="utf-8"))
+    wanted = list(declared["automations"])
+    if notify_block == NO_BLOCK:
+        remove_automation(declared["notification"]["name"])
+    elif notify_block is not None:
+        wanted.append(_notification(declared["notification"], notify_block))
+    for entry in wanted:
         remove_automation(entry["name"])
         Automation.model_validate(entry).create()
-        names.append(entry["name"])
-    return names
+    return [entry["name"] for entry in wanted]
 
 
 def remove_automation(name: str) -> None:
@@ -82,40 +91,18 @@ def remove_automation(name: str) -> None:
             client.delete_automation(automation.id)
 
 
-def _notification(block: str | None) -> list[dict[str, Any]]:
-    if block is None:
-        return []
+def _notification(declared: Mapping[str, Any], block: str) -> dict[str, Any]:
+    """The declared notification with the block's id in its actions."""
     from prefect.blocks.core import Block
 
-    document_id = str(Block.load(block)._block_document_id)
-    expected = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Stopped", "Cancelled")]
-    return [
-        {
-            "name": "k31-notify",
-            "description": "Tells the notification block how a run ended.",
-            "enabled": True,
-            "trigger": {
-                "type": "event",
-                "posture": "Reactive",
-                "threshold": 1,
-                "within": 0,
-                "match": {"prefect.resource.id": "prefect.flow-run.*"},
-                "match_related": {
-                    "prefect.resource.role": "deployment",
-                    "prefect.resource.name": ["train", "resume"],
-                },
-                "expect": expected,
-            },
-            "actions": [
-                {
-                    "type": "send-notification",
-                    "block_document_id": document_id,
-                    "subject": "k31 {{ flow_run.name }}: {{ flow_run.state.name }}",
-                    "body": "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}",
-                }
-            ],
-        }
-    ]
+    try:
+        document_id = str(Block.load(block)._block_document_id)
+    except ValueError as error:
+        raise DeployError(
+            f"--notify-block {block}: the Prefect server has no such block ({str(error).splitlines()[0]}); make it in "
+            f"the UI under Blocks, or name one of `prefect block ls` as TYPE/NAME"
+        ) from error
+    return {**declared, "actions": [{**action, "block_document_id": document_id} for action in declared["actions"]]}
 
 
 def start_worker(home: Home, progress: Callable[[str], None]) -> None:

@@ -16,7 +16,8 @@ def up(
     prefect_port: Annotated[int | None, typer.Option(help="Port of the Prefect server; chosen when left out.")] = None,
     ray_port: Annotated[int | None, typer.Option(help="Port of the Ray head; chosen when left out.")] = None,
     notify_block: Annotated[
-        str | None, typer.Option(help="Notification block (`slack-webhook/team`) told about ended and failed runs.")
+        str | None,
+        typer.Option(help="Notification block (`slack-webhook/team`) told about ended runs; `none` ends it."),
     ] = None,
 ) -> None:
     """Start a Prefect server and Ray on loopback where none is running, apply the deployments, and serve them.

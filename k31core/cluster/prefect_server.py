@@ -37,7 +37,9 @@ def start_server(home: Home, port: int) -> ProcessRecord:
         "--host", "127.0.0.1", "--port", str(port), "--timeout-keep-alive", "5", "--log-level", "warning",
     ]  # fmt: skip
     home.prefect.mkdir(parents=True, exist_ok=True)
-    process = start_detached(command, server_log(home), server_environment(home))
+    # what notifications link to
+    environment = {**server_environment(home), "PREFECT_UI_URL": f"http://127.0.0.1:{port}"}
+    process = start_detached(command, server_log(home), environment)
     record = record_of(process.pid)
     if record is None:
         raise ServiceError(f"the Prefect server ended at once:\n{tail(server_log(home))}")
