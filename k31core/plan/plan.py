@@ -9,17 +9,10 @@ from k31core.model.sizes import PUBLISHED
 from k31core.plan.cards import CARD_MEMORY, GIB
 from k31core.plan.memory import Items, engine_share, sync_items, trainer_host_items, trainer_items
 from k31core.plan.ranks import RankWeights, build_rank
-from k31core.recipe.load import resolve
+from k31core.recipe.load import START_LINES, resolve
 from k31core.recipe.recipe import Recipe
 
 SCHEMA_VERSION = 1
-CHECKS = (
-    "expert_model_parallel_size",
-    "max_tokens_per_gpu",
-    "colocate_memory_peak_device",
-    "lora_base_cpu_backup",
-)
-"""The four lines users check at start-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +22,8 @@ class RankPlan:
     weights: RankWeights
     items: Items
     host_items: Items
+    sync: Items
+    """Beside weights and adapter, while an adapter is sent."""
     phases: Items
     """`train`, `rollout`, `sync`: what lies on the card at once."""
 
@@ -44,11 +39,16 @@ class HostPlan:
 
     host: int
     ranks: tuple[int, int]
+    parameters: int
+    """Of trainer base and adapter on its cards, replicated ones counted on each."""
+    cards: Items
+    """What its cards hold of each item, whatever the phase; the engine's share as `engine_...`."""
     items: Items
+    """What the host's own memory holds."""
 
     @property
     def total(self) -> int:
-        """All items."""
+        """All items of the host's memory."""
         return sum(self.items.values())
 
 
@@ -112,7 +112,7 @@ def make_plan(recipe: Recipe, config: ModelConfig | None = None) -> Plan:
     published, unaccounted = _published(recipe, ranks, hosts)
     return Plan(
         recipe=recipe.name,
-        checks={name: resolved[name] for name in CHECKS},
+        checks={name: resolved[name] for name in START_LINES},
         totals=_totals(recipe, ranks),
         ranks=ranks,
         engine=engine,
@@ -138,17 +138,24 @@ def _rank_plan(config: ModelConfig, recipe: Recipe, rank: int, engine: Items) ->
     }
     if not recipe.cluster.colocate:
         phases = {"train": train}
-    return RankPlan(weights, items, trainer_host_items(recipe, weights), phases)
+    return RankPlan(weights, items, trainer_host_items(recipe, weights), buckets, phases)
 
 
 def _host_plan(recipe: Recipe, host: int, ranks: list[RankPlan], engine: Items) -> HostPlan:
     items: Items = {}
+    cards: Items = {}
     for rank in ranks:
-        for name, value in rank.host_items.items():
-            items[name] = items.get(name, 0) + value
+        _add(items, rank.host_items)
+        _add(cards, rank.items | rank.sync | {f"engine_{name}": value for name, value in engine.items()})
+    parameters = sum(rank.weights.base_parameters + rank.weights.adapter_parameters for rank in ranks)
     if recipe.rollout.engine.lora_base_cpu_backup and recipe.cluster.colocate:
         items["engine_base_copy"] = len(ranks) * (engine["experts"] + engine["base"])
-    return HostPlan(host, (ranks[0].weights.rank, ranks[-1].weights.rank), items)
+    return HostPlan(host, (ranks[0].weights.rank, ranks[-1].weights.rank), parameters, cards, items)
+
+
+def _add(total: Items, part: Items) -> None:
+    for name, value in part.items():
+        total[name] = total.get(name, 0) + value
 
 
 def _totals(recipe: Recipe, ranks: list[RankPlan]) -> dict[str, float]:

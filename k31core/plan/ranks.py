@@ -32,6 +32,8 @@ class RankWeights:
     """First and last absolute layer, 0-based."""
     tensors: int
     """Base tensors read from the checkpoint."""
+    base_parameters: int
+    """Frozen parameters on this rank; two codes to a packed byte, scales not counted."""
     expert_bytes: int
     """Routed experts as they lie in memory: packed codes and scales, or BF16."""
     base_bytes: int
@@ -74,6 +76,9 @@ def _count(decoder: Decoder, rank: int, layers: range) -> RankWeights:
     slots = base_slots(decoder)
     packed = sum(s.tensor.numel() for s in slots if s.shard.stored in _PACKED)
     dense = sum(p.numel() * p.element_size() for n, p in decoder.named_parameters() if n.endswith("_dense"))
+    codes = sum(s.tensor.numel() for s in slots if s.shard.stored is Stored.PACKED)
+    experts = sum(p.numel() for n, p in decoder.named_parameters() if n.endswith("_dense"))
+    others = sum(s.tensor.numel() for s in slots if s.shard.stored not in _PACKED)
     base = sum(s.tensor.numel() * s.tensor.element_size() for s in slots if s.shard.stored not in _PACKED)
     factors = trainable_slots(decoder)
     mesh = decoder.build.mesh
@@ -82,6 +87,7 @@ def _count(decoder: Decoder, rank: int, layers: range) -> RankWeights:
         stage=mesh.pp.rank,
         layers=(layers[0], layers[-1]),
         tensors=len(slots),
+        base_parameters=2 * codes + experts + others,
         expert_bytes=packed + dense,
         base_bytes=base,
         adapter_parameters=sum(s.tensor.numel() for s in factors),

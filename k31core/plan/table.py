@@ -26,6 +26,7 @@ def print_plan(plan: Plan, console: Any) -> None:
     console.print(f"routed experts a rank, by stage: {experts} GB", highlight=False)
     console.print(_stage_table(stages, plan))
     console.print(_engine_table(plan))
+    console.print(_cards_table(plan.hosts))
     console.print(_host_table(plan.hosts))
     for name, value in plan.published.items():
         unit, label = (GIB, "GiB") if "gib" in name else (_GB, "GB")
@@ -50,9 +51,15 @@ def _stage_table(stages: list[RankPlan], plan: Plan) -> Any:
     for stage in stages:
         first, last = stage.weights.layers
         table.add_column(f"{stage.weights.stage}\n{first}-{last}", justify="right")
-    names = dict.fromkeys(name for stage in stages for name in stage.items)
-    for name in names:
-        table.add_row(name.replace("_", " "), *(f"{stage.items.get(name, 0) / GIB:.2f}" for stage in stages))
+    counts = (stage.weights.base_parameters + stage.weights.adapter_parameters for stage in stages)
+    table.add_row("parameters (billion)", *(f"{count / 1e9:.2f}" for count in counts))
+    table.add_section()
+    items = [stage.items | stage.sync for stage in stages]
+    for name in dict.fromkeys(name for each in items for name in each):
+        table.add_row(name.replace("_", " "), *(f"{each.get(name, 0) / GIB:.2f}" for each in items))
+    table.add_section()
+    for name in stages[0].host_items:
+        table.add_row(f"host: {name.replace('_', ' ')}", *(f"{s.host_items[name] / GIB:.2f}" for s in stages))
     table.add_section()
     for phase in stages[0].phases:
         table.add_row(f"card, {phase} phase", *(f"{stage.phases[phase] / GIB:.1f}" for stage in stages))
@@ -74,6 +81,29 @@ def _engine_table(plan: Plan) -> Any:
     return table
 
 
+def _cards_table(hosts: list[HostPlan]) -> Any:
+    """One column for neighbouring hosts that hold the same."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    groups: list[list[HostPlan]] = []
+    for host in hosts:
+        if groups and (groups[-1][0].cards, groups[-1][0].parameters) == (host.cards, host.parameters):
+            groups[-1].append(host)
+        else:
+            groups.append([host])
+    table = Table(title="all cards of a host (GB)", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("host")
+    for group in groups:
+        first, last = group[0].host, group[-1].host
+        table.add_column(str(first) if first == last else f"{first}-{last}", justify="right")
+    table.add_row("parameters (billion)", *(f"{group[0].parameters / 1e9:.1f}" for group in groups))
+    table.add_section()
+    for name in dict.fromkeys(name for host in hosts for name in host.cards):
+        table.add_row(name.replace("_", " "), *(f"{group[0].cards.get(name, 0) / _GB:.1f}" for group in groups))
+    return table
+
+
 def _host_table(hosts: list[HostPlan]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -85,7 +115,7 @@ def _host_table(hosts: list[HostPlan]) -> Any:
         "ranks",
         *headings,
         "sum",
-        title="hosts (GB)",
+        title="memory of the hosts (GB)",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

@@ -1,10 +1,14 @@
 """The plan against the published figures and against arithmetic done here from the published sizes."""
 
+import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from k31core.model.build import Build
 from k31core.model.decoder import Decoder
@@ -13,6 +17,7 @@ from k31core.model.weight_names import base_slots, expected_names
 from k31core.parallel.mesh import LayoutError, stage_layers
 from k31core.plan.fake_world import fake_mesh
 from k31core.plan.plan import Plan, PlanError, make_plan
+from k31core.plan.table import print_plan
 from k31core.recipe.load import load_recipe
 from k31core.recipe.train import ParallelRecipe
 
@@ -67,6 +72,72 @@ def test_json_has_named_totals_and_a_version(h200: Plan) -> None:
     assert tree["schema_version"] == 1
     assert len(tree["ranks"]) == 32 and len(tree["hosts"]) == 4
     assert {"adapter_bytes", "adam_state_bytes", "expert_bytes_middle_stage"} <= tree["totals"].keys()
+
+
+def test_every_item_is_named_for_every_rank_and_host(h200: Plan) -> None:
+    """And what a rank, a host and the cluster hold is the sum of the same numbers."""
+    tree = h200.to_json()
+    card = {"experts", "base", "adapter", "gradients", "optimizer_gpu", "activations_kept", "activations_live"}
+    engine = {"experts", "base", "lora_buffers", "kv_cache", "index_keys", "kda_state"}
+    assert set(tree["engine"]) == engine
+    for rank in tree["ranks"]:
+        assert set(rank["items"]) == card | ({"logits"} if rank["weights"]["stage"] == 3 else set())
+        assert set(rank["host_items"]) >= {"optimizer_cpu"} and set(rank["sync"]) == {"sync_buckets"}
+        assert min(rank["items"].values()) > 0 and rank["peak"] == max(rank["phases"].values())
+        assert rank["phases"]["train"] == sum(rank["items"].values())
+        layers = rank["weights"]["layers"][1] - rank["weights"]["layers"][0] + 1
+        experts = (layers - (rank["weights"]["layers"][0] == 0)) * 112 * 3 * 3584 * 3072
+        assert rank["weights"]["base_parameters"] == experts + rank["items"]["base"] // 2 - exact_half(rank)
+    for number, host in enumerate(tree["hosts"]):
+        ranks = tree["ranks"][8 * number : 8 * number + 8]
+        assert host["ranks"] == (8 * number, 8 * number + 7)
+        assert host["cards"]["experts"] == sum(rank["items"]["experts"] for rank in ranks)
+        assert host["cards"]["sync_buckets"] == 8 * 2 * 2 * 2**30
+        assert host["cards"]["engine_kv_cache"] == 8 * tree["engine"]["kv_cache"]
+        assert host["total"] == sum(host["items"].values())
+
+
+def exact_half(rank: dict) -> int:
+    """Parameters kept in fp32 take two BF16 places: A_log, dt_bias, convolutions of KDA, and the routers' bias."""
+    first, last = rank["weights"]["layers"]
+    layers = range(first, last + 1)
+    kda = sum(layer not in KIMI_K31.mla_layers for layer in layers)
+    heads, width = 96 // 4, 128
+    return kda * (heads + heads * width + 3 * 4 * heads * width) + 896 * sum(layer > 0 for layer in layers)
+
+
+def test_the_printed_plan_names_what_it_cannot_explain(h200: Plan) -> None:
+    text = io.StringIO()
+    print_plan(h200, Console(file=text, width=80))
+    printed = " ".join(text.getvalue().split())
+    assert "published perf/gpu_peak_gib: 130 GiB; items" in printed
+    assert "published perf/host_peak_gb: 1483 GB; items" in printed
+    assert printed.count("unaccounted +") == 2
+    for line in ("expert_model_parallel_size 8", "max_tokens_per_gpu 8192", "colocate_memory_peak_device gpu",
+                 "lora_base_cpu_backup True", "45.2 / 47.2 / 47.2 / 41.3 GB", "sync buckets", "kda state", "logits",
+                 "parameters (billion)", "host: optimizer cpu"):  # fmt: skip
+        assert line in printed, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["k31-32xh200", "k31-16xb300"])
+def test_the_command_needs_under_two_minutes_and_8_gib(recipe: str) -> None:
+    """Processor time: the wall time of one core that nobody else uses."""
+    code = """
+import resource, sys
+from k31core.cli.main import app
+try:
+    app(["plan", sys.argv[1], "--json"])
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF)[:3], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code, recipe], capture_output=True, text=True, check=True)
+    tree = json.loads(done.stdout)
+    user, system, peak_kb = json.loads(done.stderr.strip().splitlines()[-1].replace("(", "[").replace(")", "]"))
+    print(f"{recipe}: {user + system:.0f} s of processor time, {peak_kb / 2**20:.2f} GiB")
+    assert user + system < 120 and peak_kb < 8 * 2**20
+    assert tree["schema_version"] == 1 and tree["fits"] and len(tree["ranks"]) in (32, 16)
+    assert tree["totals"]["adapter_parameters"] == pytest.approx(24.513e9, rel=1e-3)
 
 
 SMALL = replace(KIMI_K31, num_hidden_layers=93 - 72, mla_layers=tuple(range(3, 20, 4)), num_experts=112)
