@@ -29,7 +29,7 @@ TABLE_COLUMNS = (
 TABLE_ROWS = 50
 EVAL_ROWS = 200
 """Problems in the table of an evaluation: an artifact is a row of the server's database, not a place for megabytes."""
-_LABEL_CHARS = 60
+_LABEL_CHARS, _ID_CHARS = 60, 16
 
 
 def publish_adapter(run: Run, saved: Commit, reward: float | None) -> None:
@@ -79,11 +79,11 @@ def publish_evaluation(run: Run, path: Path) -> None:
     name, problems = run.recipe.eval.name, content["problems"]
     numbers = {key: _cell(value) for key, value in content["metrics"].items()}
     head = ", ".join(f"{key} {value}" for key, value in numbers.items() if key.startswith(f"eval/{name}"))
-    rest = f"the first {EVAL_ROWS} of {len(problems)} problems; all" if len(problems) > EVAL_ROWS else "all"
+    shown = f"the first {EVAL_ROWS} of {len(problems)} problems" if len(problems) > EVAL_ROWS else "every problem"
     create_table_artifact(
         key=f"k31-eval-{run.artifact_key}-{artifact_name(name)}",
         table=[problem_row(problem) for problem in problems[:EVAL_ROWS]],
-        description=f"**Step {content['step']} on {name}**: {head}. Below: {rest} of them with answers in `{path}`",
+        description=f"**Step {content['step']} on {name}**: {head}. Below: {shown}; all with answers in `{path}`",
     )
 
 
@@ -94,7 +94,7 @@ def problem_row(problem: Mapping[str, Any]) -> dict[str, Any]:
     alone = len(reasons) == 1
     return {
         "row": problem["row"],
-        "problem": problem["prompt_id"],
+        "problem": problem["prompt_id"][:_ID_CHARS],
         "label": label if len(label) <= _LABEL_CHARS else label[: _LABEL_CHARS - 1] + "…",
         "correct": f"{problem['right']}/{problem['samples']}",
         "truncated": problem["truncated"],
