@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.logging import get_run_logger
 
 from k31core.recipe.eval_request import EvalRequest
+from k31core.recipe.load import resolve, start_lines
 from tasks.artifacts import ProgressArtifact
 from tasks.cluster import WorkerLostError, connect, connect_engine, release
 from tasks.evaluate import evaluate, evaluate_adapter, open_saved_run
@@ -64,6 +65,8 @@ def k31(  # noqa: PLR0913 - the parameters of the deployments
     except ValueError as error:  # a wrong recipe, a locked or foreign directory: trying again cannot help
         return stopped(str(error))
     with run:
+        for line in start_lines(resolve(run.recipe)):
+            get_run_logger().info(line)
         refusal = begin_attempt(run)
         if refusal:
             return stopped(refusal)

@@ -14,7 +14,7 @@ from k31core.cluster.home import Home, find_home
 from k31core.cluster.services import Bringup, ServiceOptions, connect_environment
 from k31core.observe.jsonl import read_lines
 from k31core.observe.ledger import has_ended
-from k31core.recipe.load import load_recipe, override_recipe, read_resolved, resolve
+from k31core.recipe.load import load_recipe, override_recipe, read_resolved, resolve, start_lines
 from k31core.recipe.recipe import Recipe
 
 STOPPED = 3
@@ -54,6 +54,8 @@ def run_order(order: Order, stage: str = "all") -> int:
     home = find_home()
     display = LiveDisplay(root, recipe.num_rollout)
     display.say(f"run {root.name}: {recipe.name}, {recipe.num_rollout} steps, in {root}")
+    for line in start_lines(resolve(recipe)):
+        display.say(line)
     bring_up(home, recipe, order, display)
     display.say(f"services are up ({time.monotonic() - began:.0f} s)")
     parameters = {

@@ -46,6 +46,20 @@ def resolve(recipe: Recipe) -> ResolvedRecipe:
     )
 
 
+START_LINES = (
+    "expert_model_parallel_size",
+    "max_tokens_per_gpu",
+    "colocate_memory_peak_device",
+    "lora_base_cpu_backup",
+)
+"""What users look at first to see that a run came up in the intended shape."""
+
+
+def start_lines(resolved: ResolvedRecipe) -> list[str]:
+    """`name value` of `START_LINES`, as they are shown when a run starts."""
+    return [f"{name} {getattr(resolved, name)}" for name in START_LINES]
+
+
 def recipe_names(directory: Path = RECIPE_DIR) -> list[str]:
     """Names of the shipped recipes, sorted."""
     return sorted(path.stem for path in directory.glob("*.yaml"))

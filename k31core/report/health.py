@@ -70,12 +70,18 @@ def _evals(run: RunRecord) -> list[Statement]:
         first, last = series.values[0], series.values[-1]
         note = ""
         if count:
-            n = max(count.values[-1], 1.0)
-            error = math.sqrt(max(last * (1 - last), 0.0) / n)
-            note = f"standard error of one evaluation ±{error:.3f} ({n:.0f} problems, independent answers assumed)"
+            before, after = _standard_error(first, count.values[0]), _standard_error(last, count.values[-1])
+            note = f"standard error of one evaluation ±{after:.3f}"
+            if len(series.values) > 1:
+                note += f", of the rise ±{math.hypot(before, after):.3f}"
+            note += f" ({count.values[-1]:.0f} problems, independent answers assumed)"
         value = f"{first:.3f} → {last:.3f} ({last - first:+.3f})" if len(series.values) > 1 else f"{first:.3f}"
         lines.append(Statement(f"{name}, first → last", value, Mark.GOOD if last > first else Mark.PLAIN, note))
     return lines
+
+
+def _standard_error(share: float, problems: float) -> float:
+    return math.sqrt(max(share * (1 - share), 0.0) / max(problems, 1.0))
 
 
 def _agreement(run: RunRecord) -> list[Statement]:

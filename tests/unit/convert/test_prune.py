@@ -12,8 +12,7 @@ from k31core.convert.prune import prune, pruned_config
 from k31core.convert.source import ConvertError
 from k31core.model.config import load_config
 from k31core.model.weight_names import IGNORED_PREFIXES, expected_names
-
-CASE = Path(__file__).parents[2] / "cases" / "model" / "tiny-k31"
+from tests.unit.convert.sources import CASE, k3_copy
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -66,3 +65,38 @@ def test_never_into_a_checkpoint(tmp_path: Path) -> None:
     prune(CASE, tmp_path / "small", [1, 4])
     with pytest.raises(ConvertError, match="already holds"):
         prune(CASE, tmp_path / "small", [1, 4])
+
+
+def test_a_kimi_k3_checkpoint_is_pruned_too(tmp_path: Path) -> None:
+    prune(k3_copy(tmp_path), tmp_path / "small", [1, 2, 3, 4])
+    config = load_config(tmp_path / "small")
+    assert (config.family, config.num_hidden_layers, config.dsa) == ("kimi_k3", 4, None)
+
+
+def test_only_what_stays_is_read(tmp_path: Path) -> None:
+    """Bytes that this process asked the kernel for, against the bytes of the kept tensors."""
+
+    def read_so_far() -> int:
+        return int(next(line.split()[1] for line in open("/proc/self/io") if line.startswith("rchar")))
+
+    before = read_so_far()
+    prune(CASE, tmp_path / "small", [1, 4])
+    asked = read_so_far() - before
+    kept = sum(path.stat().st_size for path in (tmp_path / "small").glob("*.safetensors"))
+    whole = sum(path.stat().st_size for path in CASE.glob("*.safetensors"))
+    headers = 0
+    for path in CASE.glob("*.safetensors"):
+        with path.open("rb") as file:
+            headers += 8 + int.from_bytes(file.read(8), "little")
+    small_files = (CASE / INDEX).stat().st_size + 4 * (CASE / "config.json").stat().st_size
+    assert kept + 3 * headers + 2 * small_files < whole + headers, "the case is too small to tell"
+    assert asked < kept + 3 * headers + 2 * small_files
+
+
+def test_shards_and_index_agree(tmp_path: Path) -> None:
+    prune(CASE, tmp_path / "small", [1, 2, 3, 4], shard_bytes=50_000)
+    index = json.loads((tmp_path / "small" / INDEX).read_text())
+    shards = {path.name for path in (tmp_path / "small").glob("*.safetensors")}
+    assert len(shards) > 1 and set(index["weight_map"].values()) == shards
+    tensors = _tensors(tmp_path / "small")
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
