@@ -24,7 +24,7 @@ def test_data_is_a_path_a_path_in_the_data_directory_or_a_hub_name(tmp_path: Pat
     hub = find_data("owner/AIME_2024", tmp_path)
     assert hub == {"name": "aime-2024", "source": "hub", "repo": "owner/AIME_2024"}
     for wrong in ("nowhere.jsonl", "owner/nowhere.parquet", "./a/b", "a/b/c", "nothing"):
-        with pytest.raises(EvalDataError, match="neither a file or folder .* nor a data set on the Hub"):
+        with pytest.raises(EvalDataError, match=r"neither a file or folder .* nor a data set on the Hub"):
             find_data(wrong, tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_what_an_evaluation_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"train.lora.rank: 16 -> 8"):
         EvalRequest(overrides=("train.lora.rank=8",)).recipe(run, tmp_path)
     without = load_recipe("tiny", ["data.heldout=null"])
-    with pytest.raises(RecipeError, match="no held-out data set .*--data FILE"):
+    with pytest.raises(RecipeError, match=r"no held-out data set .*--data FILE"):
         EvalRequest().recipe(without, tmp_path)
 
 
