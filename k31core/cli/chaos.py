@@ -131,7 +131,8 @@ class Chaos:
         starts = sum(record["phase"] == "attempt" for record in self._ledger())
         if starts > 4 * (len(self.kills) + 2):
             raise ChaosError(f"{self.root} does not get on after {starts} starts; see {self.log}")
-        self._start(["train", "--resume", self.root.name, "--save-dir", str(self.root.parent)])
+        command = ["train", "--resume"] if starts % 2 else ["resume"]  # the two that a person may type
+        self._start([*command, self.root.name, "--save-dir", str(self.root.parent)])
 
     def _wait_for_step(self, step: int, deadline: float) -> bool:
         """Wait until the run has ever trained `step`; False when it ended first."""

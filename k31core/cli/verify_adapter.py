@@ -81,15 +81,17 @@ def _reload(resolved: Any, model_dir: Path, directory: Path, digest: str, length
 
     from k31core.workers.train import TrainWorker
 
-    worker = TrainWorker(resolved.recipe.model_dump_json(), str(directory), str(model_dir), 0, 1, "")
-    worker.start()
-    worker.restore(None)
-    with tempfile.TemporaryDirectory() as scratch:
-        written = worker.export(0, scratch, False)["adapter_digest"]
-    if written != digest:
-        raise AdapterCheckError(f"{directory} reloads as {written[:16]}, its file is {digest[:16]}")
-    scores = worker.score(_canary(model_dir, length))
-    worker.close()
+    with tempfile.TemporaryDirectory() as scratch:  # the worker writes its signs of life there, not into the save
+        worker = TrainWorker(resolved.recipe.model_dump_json(), scratch, str(model_dir), 0, 1, "")
+        worker.start()
+        worker.restore(None)
+        out = Path(scratch) / "out"
+        out.mkdir()
+        written = worker.export(0, str(out), False)["adapter_digest"]
+        if written != digest:
+            raise AdapterCheckError(f"{directory} reloads as {written[:16]}, its file is {digest[:16]}")
+        scores = worker.score(_canary(model_dir, length))
+        worker.close()
     print(f"reload    the trainer loads it and writes {written[:16]} again")
     return scores
 
@@ -116,7 +118,7 @@ def _serve(resolved: Any, model_dir: Path, directory: Path, digest: str, length:
 
 
 def _compare(ours: list[float], theirs: list[float], tolerance: float) -> None:
-    worst = max(abs(a - b) for a, b in zip(ours, theirs))
+    worst = max((abs(a - b) for a, b in zip(ours, theirs)), key=lambda d: (d != d, d))  # NaN is the worst
     if not worst <= tolerance:
         raise AdapterCheckError(
             f"canary: trainer and engine differ by {worst:.3g} in log-prob (limit {tolerance:g}) on {len(ours)} tokens"

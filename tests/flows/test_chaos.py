@@ -6,6 +6,7 @@ The same with the real tiny recipe and fifty kills is `k31 verify-resume`, by ha
 import pytest
 
 from k31core.cli.chaos import Chaos, differences
+from k31core.observe.jsonl import read_lines
 from tests.flows.conftest import ROOT, SMALL
 
 pytestmark = [pytest.mark.flows, pytest.mark.timeout(900)]
@@ -22,6 +23,9 @@ def test_three_kills_end_in_the_same_bytes(lab, monkeypatch: pytest.MonkeyPatch)
     kills = killed.run(arguments, kills=3, timeout_s=600, say=print)
     assert len(kills) == 3, kills
     assert differences(whole.root, killed.root) == []
+    restored = [r["step"] for r in read_lines(killed.root / "ledger.jsonl")[0] if r["phase"] == "resume" and r["step"]]
+    said = killed.log.read_text()
+    assert all(f"restored from step {step}: adapter, optimizer" in said for step in restored)
     # the comparison itself sees a difference
     metrics = killed.root / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"train/loss":', '"train/loss":1', 1))

@@ -85,6 +85,23 @@ def test_a_damaged_save_is_named_and_the_older_one_offered(root: Path, damage: s
     assert sorted(p.name for p in newest.iterdir()) == before, "looking must not change anything"
 
 
+def test_a_save_whose_manifest_agrees_but_whose_values_are_not_finite(root: Path) -> None:
+    """Somebody wrote the manifest anew: only the finite check on read is left."""
+    with RunStore(root) as store:
+        save(store, 5)
+        newest = save(store, 10)
+    file, path = newest / "adapter_model.safetensors", newest / commits.MANIFEST
+    save_file({"w": np.full(64, np.nan, dtype=np.float32)}, file)
+    manifest = json.loads(path.read_text())
+    for entry in manifest["files"]:
+        if entry["path"] == file.name:
+            entry.update(size=file.stat().st_size, sha256=commits.sha256_file(file))
+    path.write_text(json.dumps({**manifest, "digest": commits.digest_of(manifest["files"])}))
+    search = latest_valid_commit(root)
+    assert search.commit is not None and search.commit.step == 5
+    assert "tensor w holds NaN" in search.rejected[0][1] and str(file) in search.rejected[0][1]
+
+
 def test_a_save_of_another_run_is_not_taken(root: Path, tmp_path: Path) -> None:
     other = create_run(tmp_path, "run-b", resolve(load_recipe("tiny")))
     with RunStore(root) as store:
