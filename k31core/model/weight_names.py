@@ -1,6 +1,7 @@
 """Which checkpoint tensor fills which memory of a decoder, and the reverse: slots for reading, tensors for writing."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,31 @@ def dense_expert_slots(decoder: Decoder) -> list[Slot]:
                     shard = Shard(tuple(weight.shape), Stored.WEIGHT)
                     slots.append(Slot(f"{PREFIX}{path}.{expert}.{name}.weight", weight, shard))
     return slots
+
+
+class LayerListError(ValueError):
+    """A checkpoint whose tensors are those of other layers than its configuration names: both lists are in the text."""
+
+
+def check_layer_list(config: ModelConfig, names: Iterable[str], where: str) -> None:
+    """Raise `LayerListError` unless the tensors have MLA and KDA attention in the layers the configuration says.
+
+    Layers count from 1 in the text, as in `config.json`.
+    """
+    kinds = {"kv_a_proj_with_mqa.weight": "full_attn_layers", "A_log": "kda_layers"}
+    pattern = re.compile(rf"{re.escape(PREFIX)}model\.layers\.(\d+)\.self_attn\.({'|'.join(map(re.escape, kinds))})")
+    found: dict[str, set[int]] = {kind: set() for kind in kinds.values()}
+    for name in names:
+        if match := pattern.fullmatch(name):
+            found[kinds[match[2]]].add(int(match[1]) + 1)
+    full = {layer + 1 for layer in config.mla_layers}
+    expected = {"full_attn_layers": full, "kda_layers": set(range(1, config.num_hidden_layers + 1)) - full}
+    for kind, layers in expected.items():
+        if layers != found[kind]:
+            raise LayerListError(
+                f"{where}: config.json has {kind} {sorted(layers)}, the tensors of the index are those of "
+                f"{sorted(found[kind])}: configuration and weights are not of one checkpoint"
+            )
 
 
 def expected_bf16_names(config: ModelConfig) -> set[str]:

@@ -14,7 +14,13 @@ from k31core.checkpoint.native import LoadReport, NativeCheckpoint
 from k31core.checkpoint.torch_dist import load_torch_dist
 from k31core.model.config import ModelConfig
 from k31core.model.decoder import Decoder
-from k31core.model.weight_names import IGNORED_PREFIXES, base_slots, dense_expert_slots, expected_names
+from k31core.model.weight_names import (
+    IGNORED_PREFIXES,
+    base_slots,
+    check_layer_list,
+    dense_expert_slots,
+    expected_names,
+)
 from k31core.parallel.groups import init_process_group
 from k31core.parallel.sharding import Slot
 
@@ -40,6 +46,7 @@ def bf16_slots(decoder: Decoder) -> list[Slot]:
 def load_native(decoder: Decoder, model_dir: Path) -> LoadReport:
     """Fill a decoder with packed experts from the checkpoint as published; every name must match."""
     checkpoint = NativeCheckpoint(model_dir)
+    check_layer_list(decoder.config, checkpoint.shard_of, str(model_dir))
     checkpoint.check_names(expected_names(decoder.config), IGNORED_PREFIXES)
     return checkpoint.load(base_slots(decoder))
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from k31core.parallel.groups import first_complaint
 from k31core.parallel.mesh import Axis, Mesh
 from k31core.parallel.sharding import GradSum, Slot
 
@@ -91,9 +92,11 @@ def global_norm(slots: Sequence[Slot], gradients: Sequence[Tensor], mesh: Mesh) 
     norm = float(total.sqrt())
     if not norm < float("inf"):
         broken = [s.name for s, finite in zip(slots, squares.isfinite().tolist()) if not finite]
-        where = f"{broken[0]} and {len(broken) - 1} more" if broken else "a factor of another rank"
+        # The norm is one number for all ranks, so all of them are here and can learn the name.
+        where = first_complaint(f"{broken[0]} and {len(broken) - 1} more" if broken else None)
         raise NonFiniteGradientError(
-            f"the gradient of {where} is not finite: the step was not taken, adapter and optimizer are unchanged"
+            f"the gradient of {where or 'no single factor, but their norm,'} is not finite: the step was not taken, "
+            "adapter and optimizer are unchanged"
         )
     return norm
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from k31core.checkpoint.adapter import AdapterConfig, load_adapter, read_adapter_config
+from k31core.checkpoint.adapter import WEIGHTS_FILE, AdapterConfig, load_adapter, read_adapter_config
+from k31core.checkpoint.finite import read_header
 from k31core.checkpoint.native import LoadReport
 from k31core.checkpoint.optimizer_state import (
     OPTIMIZER_DIR,
@@ -22,7 +23,7 @@ from k31core.model.build import LORA_TARGETS, Build, ExpertFormat, LoraSpec
 from k31core.model.config import load_config
 from k31core.model.decoder import Decoder
 from k31core.model.layout import check_layout
-from k31core.model.lora import init_adapter, trainable_slots
+from k31core.model.lora import adapter_shapes, init_adapter, trainable_slots
 from k31core.model.weight_names import adapter_slots
 from k31core.parallel.groups import first_complaint
 from k31core.parallel.mesh import SINGLE, Mesh, stage_layers
@@ -185,7 +186,23 @@ class Trainer:
                 f"{directory}: adapter has rank {found.rank} and alpha {found.alpha:g}, "
                 f"the recipe has train.lora.rank {wanted.rank} and alpha {wanted.alpha:g}"
             )
+        self._check_targets(directory, found, wanted)
         load_adapter(directory, adapter_slots(self.decoder), partial=self.decoder.build.mesh.pp.size > 1)
+
+    def _check_targets(self, directory: Path, found: AdapterConfig, wanted: AdapterConfig) -> None:
+        """The file has exactly the tensors of this run's target set; a pipeline stage sees only its own layers."""
+        lora = self.decoder.build.lora
+        assert lora is not None
+        ours = set(adapter_shapes(self.decoder.config, lora))
+        theirs = set(read_header(directory / WEIGHTS_FILE)[0])
+        if ours == theirs:
+            return
+        first = min(ours ^ theirs)
+        raise ResumeError(
+            f"{directory}: {len(theirs)} adapter tensors (target_modules {found.targets or 'all-linear'}), this run "
+            f"has {len(ours)} (train.lora.target_modules {wanted.targets or 'all-linear'}); {first} is only in "
+            f"{'the file' if first in theirs else 'this run'}"
+        )
 
 
 def build_trainer(recipe: Recipe, model_dir: Path, *, mesh: Mesh = SINGLE) -> tuple[Trainer, LoadReport]:

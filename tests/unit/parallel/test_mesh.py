@@ -1,5 +1,7 @@
 """Stages, shares and layout refusals: each names the two numbers that disagree."""
 
+from dataclasses import replace
+
 import pytest
 
 from k31core.model.config import parse_config
@@ -52,6 +54,7 @@ def test_published_layouts_fit() -> None:
         ({"tp": 4}, None, "MLA heads 6 is not divisible by TP x CP 4"),
         ({"tp": 2, "cp": 3, "ep": 3}, None, "KDA heads 4 is not divisible by TP x CP 6"),
         ({"dp": 3, "ep": 3}, None, "routed experts 8 is not divisible by EP 3"),
+        ({"tp": 5}, None, "MLA heads 6 is not divisible by TP x CP 5"),
         ({"pp": 2}, None, "5 layers do not split over 2 stages"),
         ({"tp": 2, "dp": 2}, 8, "= 4 ranks, but the world has 8"),
     ],
@@ -60,6 +63,22 @@ def test_layouts_that_do_not_fit_the_model(layout: dict, world: int | None, mess
     config = parse_config(config_of(layers=5, mla=(2,), num_attention_heads=6, kda_heads=4))
     with pytest.raises(LayoutError, match=message):
         check_layout(config, ParallelRecipe(**layout), world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vocab_size": 94}, "vocabulary 94 is not divisible by TP 4"),
+        ({"intermediate_size": 66}, "dense feed-forward width 66 is not divisible by TP 4"),
+        ({"moe_intermediate_size": 2, "num_shared_experts": 1}, "shared-expert width 2 is not divisible by TP 4"),
+        ({"num_experts": 6}, "routed experts 6 is not divisible by EP 4"),
+    ],
+)
+def test_every_divided_size_is_checked(sizes: dict, message: str) -> None:
+    config = parse_config(config_of(layers=4, mla=(2,), num_attention_heads=4, kda_heads=4))
+    check_layout(config, ParallelRecipe(tp=4, ep=4))
+    with pytest.raises(LayoutError, match=message):
+        check_layout(replace(config, **sizes), ParallelRecipe(tp=4, ep=4))
 
 
 @pytest.mark.parametrize(

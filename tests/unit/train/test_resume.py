@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from k31core.checkpoint.optimizer_state import OptimizerStateError, read_optimizer_state, write_optimizer_state
+from k31core.parallel.mesh import Axis, Mesh
 from k31core.parallel.sharding import Shard, Slot, Stored
 from k31core.train.state import LrSchedule, TrainerStateError, read_trainer_state
 from k31core.train.trainer import ResumeError
@@ -89,6 +90,20 @@ def test_another_rank_or_schedule_is_refused_with_both_values(tmp_path):
     trainer.export(tmp_path, optimizer=True)
     with pytest.raises(ResumeError, match="learning-rate schedule"):
         small_trainer("train.optimizer.lr=0.5").restore(tmp_path)
+
+
+def test_another_target_set_is_refused_with_both_counts(tmp_path):
+    """Also where a pipeline stage, which sees only its own layers, would find all it needs in the file."""
+    small_trainer().export(tmp_path, optimizer=False)
+    before = small_trainer("train.lora.target_modules=[experts,o_proj]")
+    values = [s.tensor.detach().clone() for s in before.optimizer.slots]
+    message = r"100 adapter tensors \(target_modules all-linear\), this run has 50 .*'experts', 'o_proj'"
+    with pytest.raises(ResumeError, match=message):
+        before.restore(tmp_path)
+    before.decoder.build = dataclasses.replace(before.decoder.build, mesh=Mesh(pp=Axis(2, 0)))
+    with pytest.raises(ResumeError, match="is only in the file"):
+        before.restore(tmp_path)
+    assert all(torch.equal(a, s.tensor) for a, s in zip(values, before.optimizer.slots, strict=True))
 
 
 def test_damaged_trainer_state_is_refused(tmp_path):
