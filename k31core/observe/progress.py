@@ -29,7 +29,7 @@ class ProgressFile:
         if now - self._written < self._interval_s:
             return
         self._written = now
-        self._path.parent.mkdir(exist_ok=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({"count": self._count, "pid": os.getpid(), "what": what}), encoding="utf-8")
         temporary.replace(self._path)
