@@ -19,7 +19,13 @@ class LatexTextError(ValueError):
 
 
 def latex_to_text(latex: str) -> str:
-    """The plain text of `latex`. Raises LatexTextError when it is nested too deeply or broken beyond reading."""
+    """The plain text of `latex`. Raises LatexTextError when it is nested too deeply or broken beyond reading.
+
+    A backslash at the very end (`34\\degree` without its unit, or a box that ends in `\\}`) is a macro without a name:
+    it vanishes with the space before it.
+    """
+    if (len(latex) - len(latex.rstrip("\\"))) % 2:
+        latex = latex[:-1].rstrip()
     reader = _Reader(latex)
     text = reader.until_closed(0, stop="")
     while reader.position < len(latex):  # a stray closing brace: pylatexenc goes on after it
@@ -118,7 +124,7 @@ class _Reader:
     def _name(self) -> str:
         """The name of the macro here; spaces after a name of letters belong to it."""
         source, start = self.source, self.position + 1
-        if start >= len(source):
+        if start >= len(source):  # only behind an odd `\\verb`: `latex_to_text` leaves no single one at the end
             raise LatexTextError("LaTeX ends in a backslash")
         end = start
         while end < len(source) and source[end].isascii() and source[end].isalpha():
@@ -162,10 +168,13 @@ class _Reader:
         return text
 
     def _verbatim(self) -> str:
+        """`\\verb` takes a delimiter and everything up to the next one, and is read as nothing."""
         if self.position < len(self.source):
             end = self.source.find(self.source[self.position], self.position + 1)
-            self.position = len(self.source) if end < 0 else end + 1
-        return ""
+            if end >= 0:
+                self.position = end + 1
+                return ""
+        raise LatexTextError("\\verb is not closed")
 
     def _environment(self, depth: int) -> str:
         """The inside of `\\begin{name}...\\end{name}`; matrices are written `[ a b; c d ]`."""

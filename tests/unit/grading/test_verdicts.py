@@ -1,6 +1,7 @@
 """Verdicts on answers with known ones: the shipped cases, and more measured on the public implementations.
 
-`measured_verdicts.json` holds what the public deepscaler grader (with pylatexenc 2.10 and sympy 1.14) and math-verify
+`measured_verdicts.json` (mostly made from pieces) and `near_cases.json` (written by hand, beside the shipped ones: units,
+degrees, percent, separators, mixed numbers, intervals, sets, signs, several boxes, broken thinking) hold what the public deepscaler grader (with pylatexenc 2.10 and sympy 1.14) and math-verify
 0.9.0 (text after the thinking against the boxed label) said on 2026-11-30, on answers chosen to touch every rule.
 """
 
@@ -20,9 +21,10 @@ from k31core.rl.types import GradeReason
 
 CASES = Path(__file__).parents[2] / "cases" / "deepscaler.json"
 MEASURED = Path(__file__).with_name("measured_verdicts.json")
+NEAR = Path(__file__).with_name("near_cases.json")
 
 
-@pytest.mark.parametrize("source", [CASES, MEASURED], ids=lambda path: path.stem)
+@pytest.mark.parametrize("source", [CASES, MEASURED, NEAR], ids=lambda path: path.stem)
 def test_verdicts_are_the_measured_ones(source: Path) -> None:
     cases = json.loads(source.read_text())
     with GraderPool(workers=2, wall_limit_s=30) as pool:
@@ -92,6 +94,7 @@ def test_latex_as_text() -> None:
     assert latex_to_text("\\frac12") == "1/2" != latex_to_text("\\frac{1}")
     assert latex_to_text("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}") == "[ 1 2; 3 4 ]"
     assert latex_to_text("\\input{/etc/passwd}5") == "5"
-    for broken in ("\\", "\\sqrt", "{" * 100):
+    assert latex_to_text("34 \\") == "34" and latex_to_text("\\") == ""
+    for broken in ("\\verb\\a\\\\", "\\sqrt", "{" * 100):
         with pytest.raises(LatexTextError):
             latex_to_text(broken)
