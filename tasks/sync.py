@@ -1,8 +1,18 @@
-"""Stage sync: the trainer's adapter goes to the engine as a new version, and a fixed trajectory checks both sides."""
+"""Stage sync: the trainer's adapter goes to the engine as a new version, and a fixed trajectory checks both sides.
+
+    in_process, shared_files:  export into sync/step-N ──► the engine loads the directory
+    cuda_ipc:                  (the base again, piece by piece) ──► handles of the trainer ranks ──► one load
+    nccl:                      broadcast from trainer rank 0 ──► received beside the engine ──► handles ──► one load
+
+`sync.transport` of the recipe chooses. The engine answers with the version it serves; another digest is an error.
+"""
 
 import json
 import os
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,9 +20,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from k31core.checkpoint import commit as commits
+from k31core.cluster.actors import wait_for
 from k31core.observe.ledger import Phase
 from k31core.observe.metrics import CANARY_ABS_DIFF, HOST_RSS_MB, SYNC_BYTES
-from k31core.sync.publisher import SyncError
+from k31core.sync.handle_publisher import HandlePublisher, Handles, Released
+from k31core.sync.publisher import PublishedAdapter, SyncError
 from tasks.run_directory import Run
 
 
@@ -24,22 +36,75 @@ def sync(run: Run, step: int) -> dict[str, Any]:
     wrote.
     """
     with run.phase(Phase.SYNC, step) as outputs:
-        manifest = export_adapter(run, step)
-        if run.recipe.cluster.colocate:
-            run.call_engine("wake")
-        directory = run.store.sync_dir(step)
-        reply = run.call_engine("load_adapter", str(directory), step)
-        expected = manifest["facts"]["adapter_digest"]
-        if reply["digest"] != expected:
-            raise SyncError(
-                f"version {step}: the engine confirmed adapter {reply['digest'][:16]}, the trainer wrote "
-                f"{expected[:16]} into {directory}; the engine must not generate with it"
-            )
-        metrics: dict[str, Any] = {SYNC_BYTES: sum(entry["size"] for entry in manifest["files"])}
+        by = run.recipe.sync.transport
+        publish = {"cuda_ipc": publish_handles, "nccl": publish_broadcast}.get(by, publish_files)
+        published = publish(run, step)
+        metrics: dict[str, Any] = {SYNC_BYTES: published.bytes}
         metrics.update(_canary(run))
         metrics[HOST_RSS_MB] = _resident_mb(run)
-        outputs.update(digest=expected, metrics=metrics)
+        outputs.update(digest=published.digest, transport=by, metrics=metrics)
     return dict(outputs)
+
+
+def publish_files(run: Run, step: int) -> PublishedAdapter:
+    """Through a directory. Raises SyncError when the engine confirms other bytes than the trainer wrote."""
+    began = time.perf_counter()
+    manifest = export_adapter(run, step)
+    if run.recipe.cluster.colocate:
+        run.call_engine("wake")
+    directory = run.store.sync_dir(step)
+    reply = run.call_engine("load_adapter", str(directory), step)
+    expected = manifest["facts"]["adapter_digest"]
+    if reply["digest"] != expected:
+        raise SyncError(
+            f"version {step}: the engine confirmed adapter {reply['digest'][:16]}, the trainer wrote "
+            f"{expected[:16]} into {directory}; the engine must not generate with it"
+        )
+    size = sum(entry["size"] for entry in manifest["files"])
+    return PublishedAdapter(step, expected, size, time.perf_counter() - began)
+
+
+def publish_handles(run: Run, step: int) -> PublishedAdapter:
+    """By handles of the trainer ranks' memory, after the base where the engine keeps no copy of it."""
+    if run.recipe.sync.resend_base:
+        send_base(run)
+    if run.recipe.cluster.colocate:
+        run.call_engine("wake")
+    publisher = HandlePublisher(_Trainers(run), _EngineSink(run), lambda _: _digest(run))
+    return _finish(publisher.publish(run.store.sync_dir(step), step))
+
+
+def publish_broadcast(run: Run, step: int) -> PublishedAdapter:
+    """By a broadcast from trainer rank 0 to a receiver beside the engine."""
+    began = time.perf_counter()
+    assert run.engine is not None
+    if run.recipe.cluster.colocate:
+        run.call_engine("wake")
+    digest = _digest(run)
+    meeting = run.store.root / f".sync-{uuid.uuid4().hex[:8]}"
+    try:
+        workers = [*run.trainers, run.engine]
+        calls = [trainer.submit("sync", "broadcast", step, str(meeting), 1) for trainer in run.trainers]
+        calls.append(run.engine.submit("sync", "receive", str(meeting), step, digest))
+        *sent, received = wait_for(workers, calls, "sync", run.recipe.cluster.phase_timeout_s)
+    finally:
+        meeting.unlink(missing_ok=True)
+    if received["held"]:
+        raise SyncError(f"version {step}: the receiver kept {received['held']} bytes: restart the engine's worker")
+    return PublishedAdapter(step, digest, max(sent), time.perf_counter() - began)
+
+
+def send_base(run: Run) -> None:
+    """The frozen base once more, a piece at a time: the trainer ranks put it together, every server copies it."""
+    run.call_engine("sync", "begin_base")
+    first = True
+    while True:
+        payloads = [payload for payload in run.call_trainers("sync", "next_base", first) if payload is not None]
+        if not payloads:
+            break
+        run.call_engine("sync", "base", payloads[: _engine_ranks(run)])
+        first = False
+    run.call_engine("sync", "end_base")
 
 
 def export_adapter(run: Run, step: int) -> dict[str, Any]:
@@ -49,6 +114,58 @@ def export_adapter(run: Run, step: int) -> dict[str, Any]:
     with commits.staged(final, "sync", facts) as staging:
         facts["adapter_digest"] = run.call_trainers("export", step, str(staging), False)[0]["adapter_digest"]
     return commits.read_manifest(final)
+
+
+class _Trainers:
+    """The trainer ranks as `HandlePublisher` sees them."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def export(self, version: int) -> Handles:
+        replies = self._run.call_trainers("sync", "handles", version)
+        payloads = [reply["payload"] for reply in replies if reply["payload"] is not None]
+        if len(payloads) != _engine_ranks(self._run):
+            raise SyncError(
+                f"{len(payloads)} trainer ranks share a card with an engine rank, the engines have "
+                f"{_engine_ranks(self._run)} ranks: use sync.transport 'shared_files'"
+            )
+        return Handles(payloads, replies[0]["checksums"])
+
+    async def release(self, version: int) -> Released:
+        replies = self._run.call_trainers("sync", "release", version)
+        return Released(sum(r["freed"] for r in replies), sum(r["held"] for r in replies))
+
+
+class _EngineSink:
+    """The engine as `HandlePublisher` sees it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def load_adapter_tensors(
+        self, payloads: Sequence[str], version: int, digest: str, checksums: Mapping[str, str] | None = None
+    ) -> None:
+        self._run.call_engine("sync", "handles", list(payloads), version, digest, checksums)
+
+
+def _engine_ranks(run: Run) -> int:
+    return run.recipe.rollout.engine.tp_size * run.recipe.num_engines
+
+
+def _digest(run: Run) -> str:
+    return str(run.call_trainers("digest")[0])
+
+
+def _finish[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine whose awaits are all calls that block: it never suspends, so it needs no event loop (one would
+    take Ctrl-C for itself)."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise RuntimeError("the publisher waited for something that only an event loop can bring")
 
 
 def canary_tokens(vocab_size: int, length: int) -> list[int]:
@@ -61,13 +178,18 @@ def _canary(run: Run) -> dict[str, float]:
     if length < 2:
         return {}
     assert run.prepared is not None
-    config = json.loads((run.prepared.model_dir / "config.json").read_bytes())
-    tokens = canary_tokens(int(config.get("text_config", config)["vocab_size"]), length)
+    tokens = canary_tokens(_vocab_size(run.prepared.model_dir), length)
     ours: Sequence[float] = run.call_trainers("score", tokens)[0]
     theirs: Sequence[float] = run.call_engine("score", tokens)
     if len(ours) != len(theirs):
         raise SyncError(f"the canary has {len(ours)} log-probs in the trainer, {len(theirs)} in the engine")
-    return {CANARY_ABS_DIFF: max(abs(a - b) for a, b in zip(ours, theirs))}
+    differences = [abs(a - b) for a, b in zip(ours, theirs)]
+    return {CANARY_ABS_DIFF: max(differences, key=lambda d: (d != d, d))}  # NaN is the worst, not the least
+
+
+def _vocab_size(model_dir: Path) -> int:
+    config = json.loads((model_dir / "config.json").read_bytes())
+    return int(config.get("text_config", config)["vocab_size"])
 
 
 def _resident_mb(run: Run) -> float:

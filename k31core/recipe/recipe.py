@@ -107,6 +107,7 @@ class Recipe(Section):
         engine = self.rollout.engine
         if self.sync.transport == "in_process":
             raise ValueError("sync.transport 'in_process' needs the embedded engine; use 'cuda_ipc' with 'sglang'")
+        self._check_transport()
         if gpus and gpus % engine.tp_size:
             raise ValueError(
                 f"rollout.engine.tp_size {engine.tp_size} does not divide the cluster's {gpus} GPUs "
@@ -138,4 +139,34 @@ class Recipe(Section):
             raise ValueError(
                 f"env.variables.SGLANG_DSA_TOPK_BROADCAST is {broadcast!r}: with rollout.engine.attn_dp_size "
                 f"{engine.attn_dp_size} the ranks of a group would pick different keys; set it to '1'"
+            )
+
+    def _check_transport(self) -> None:
+        """A way of publishing that this engine and these cards cannot take."""
+        sync, cards = self.sync, self.train.device == "cuda"
+        if cards and sync.transport == "cuda_ipc" and not self.cluster.colocate:
+            raise ValueError(
+                "sync.transport 'cuda_ipc' hands over memory of a card that trainer and engine share: set "
+                "cluster.colocate: true, or use 'nccl' or 'shared_files'"
+            )
+        if cards and sync.transport == "nccl" and self.cluster.colocate:
+            raise ValueError(
+                "sync.transport 'nccl' broadcasts between cards, and one card cannot be two ranks of a group: set "
+                "cluster.colocate: false, or use 'cuda_ipc'"
+            )
+        if sync.transport == "nccl" and (self.nodes_per_engine > 1 or self.num_engines > 1):
+            raise ValueError(
+                f"sync.transport 'nccl' has its receiver beside one engine on one node, there are {self.num_engines} "
+                f"engines of {self.nodes_per_engine} nodes: use 'cuda_ipc' or 'shared_files'"
+            )
+        if sync.resend_base and sync.transport != "cuda_ipc":
+            raise ValueError(
+                f"sync.resend_base streams the base by handle, sync.transport {sync.transport!r} has none: "
+                f"use 'cuda_ipc'"
+            )
+        by_memory = sync.transport in ("cuda_ipc", "nccl")
+        if by_memory and sync.check_lora_weight_equal and sync.expert_rows == "own" and self.rollout.engine.ep_size > 1:
+            raise ValueError(
+                "sync.check_lora_weight_equal gives every engine rank the same list of checksums, sync.expert_rows "
+                "'own' gives each another part: set sync.expert_rows: all"
             )

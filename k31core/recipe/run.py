@@ -26,9 +26,13 @@ class SyncRecipe(Section):
     """How a new adapter version reaches the engine."""
 
     transport: Literal["in_process", "shared_files", "cuda_ipc", "nccl"] = "cuda_ipc"
+    shared_dir: str | None = None
+    """For `shared_files`: a directory that the engines see; None when they see the run directory."""
     bucket_bytes: int = Field(2 * 1024**3, ge=1)
     resend_base: bool = False
     """Send the frozen base at every sync (when the host has no room for a copy of it)."""
+    expert_rows: Literal["own", "all"] = "own"
+    """Of the per-expert factors, each engine rank gets its own experts' rows, or all (SGLang's releases load all)."""
     check_lora_weight_equal: bool = False
     """Compare every tensor on both sides, byte for byte; cheap digests are always compared."""
     canary_tokens: int = Field(16, ge=0)

@@ -5,7 +5,7 @@
 Legend: E experts, e experts of one engine rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -80,21 +80,6 @@ def assemble(buckets: Iterable[list[tuple[str, Tensor]]], rank: EngineRank, rena
     if not tensors:
         raise SyncError("the adapter has no tensors: nothing was published")
     return Payload(tensors, {name: digest_of_tensor(tensor) for name, tensor in tensors.items()}, largest)
-
-
-def streamed(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Group a stream (the frozen base) into pieces of about `bucket_bytes`; a larger tensor comes alone."""
-    piece: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if piece and size + num_bytes > bucket_bytes:
-            yield piece
-            piece, size = {}, 0
-        piece[name] = tensor
-        size += num_bytes
-    if piece:
-        yield piece
 
 
 def one_bucket(tensors: Mapping[str, Tensor]) -> Bucket:

@@ -1,23 +1,26 @@
-"""Publish to engines on other cards: flat buckets broadcast over a process group (NCCL; gloo on CPU).
+"""Publish to engines on other cards: flat buckets broadcast over a group of its own (NCCL; gloo on CPU).
 
     sender (rank 0 of the group)                 receivers
-      header: version, buckets, slots   ──────►    allocate one bucket
-      bucket 0, 1, …                    ──────►    take each tensor out, digest it
-      digests                           ──────►    compare; then confirm (all-reduce of a flag)
+      for every bucket:
+        header: version, slots          ──────►    allocate the bucket
+        bytes                           ──────►    take each tensor out, digest it
+      end: digests                      ──────►    compare; then confirm (a sum of flags)
 
-The sender holds its own tensors and one bucket, a receiver one bucket and what it keeps of it.
+The sender holds its own tensors and two buckets, a receiver one bucket and what it keeps of it.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k31core.ops.digest import Digest, DigestMismatch, Flattener, Slot, check_equal, digest_of_tensor, unflatten
+from k31core.ops.digest import Digest, DigestMismatch, Slot, check_equal, digest_of_tensor, unflatten
+from k31core.sync.buckets import one_bucket
 from k31core.sync.publisher import SyncError
 
 SENDER = 0
@@ -29,35 +32,56 @@ Take = Callable[[str, Tensor], None]
 """Gets each tensor while its bucket exists: copies what it keeps."""
 
 
-@dataclass(frozen=True, slots=True)
 class Channel:
-    """Who talks to whom, and with which tensors."""
+    """Who talks to whom: a process group beside the trainer's own, since the engine's side is no trainer rank."""
 
-    group: dist.ProcessGroup | None
-    """None is the default group."""
-    device: torch.device
+    def __init__(self, group: Any, device: torch.device) -> None:
+        """group: a backend of torch.distributed; use `join`."""
+        self._group, self.device = group, device
 
-    @property
-    def sender(self) -> int:
-        """Global rank of the sender."""
-        return SENDER if self.group is None else dist.get_global_rank(self.group, SENDER)
+    @classmethod
+    def join(cls, rendezvous: Path, rank: int, size: int, *, device: torch.device, timeout_s: float) -> Self:
+        """Wait for the others at a file that all of them see. Raises SyncError when they do not come in time."""
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.FileStore(str(rendezvous), size)
+        store.set_timeout(timeout)
+        try:
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                return cls(dist.ProcessGroupNCCL(store, rank, size, options), device)
+            return cls(dist.ProcessGroupGloo(store, rank, size, timeout), device)
+        except (RuntimeError, dist.DistError) as error:
+            raise SyncError(
+                f"rank {rank} of {size} did not meet the others at {rendezvous} within {timeout_s:g} s "
+                f"(sync.timeout_s): {error}"
+            ) from error
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """The sender's bytes on every rank."""
+        self._group.broadcast(tensor, SENDER).wait()
+
+    def sum(self, tensor: Tensor) -> None:
+        """Over all ranks, in place."""
+        self._group.allreduce([tensor]).wait()
 
 
-def send(tensors: Mapping[str, Tensor], version: int, channel: Channel, bucket_bytes: int) -> int:
+def send(buckets: Iterable[list[tuple[str, Tensor]]], version: int, channel: Channel) -> int:
     """Sender's side of one version; returns the bytes. Raises SyncError when a receiver did not confirm."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise SyncError(f"{name} has dtype {tensor.dtype}; sync sends {', '.join(_DTYPES)}")
-    flattener = Flattener(tensors, bucket_bytes)
-    plan = [[(s.name, _NAMES[s.dtype], s.shape, s.offset, s.num_bytes) for s in slots] for slots in flattener.plan]
-    _send_json({"version": version, "plan": plan}, channel)
-    total = 0
-    for bucket in flattener.buckets():
-        dist.broadcast(bucket.data, channel.sender, group=channel.group)
-        total += bucket.data.numel()
-    digests = {name: [d.low, d.high, d.num_bytes] for name, d in flattener.digests().items()}
-    _send_json({"digests": digests}, channel)
-    _require_confirmation(True, version, channel)
+    total, digests = 0, dict[str, list[int]]()
+    for bucket in buckets:
+        for name, tensor in bucket:
+            if tensor.dtype not in _NAMES:
+                raise SyncError(f"{name} has dtype {tensor.dtype}; sync sends {', '.join(_DTYPES)}")
+            digest = digest_of_tensor(tensor.contiguous())
+            digests[name] = [digest.low, digest.high, digest.num_bytes]
+        flat = one_bucket({name: tensor.contiguous() for name, tensor in bucket})
+        slots = [(s.name, _NAMES[s.dtype], s.shape, s.offset, s.num_bytes) for s in flat.slots]
+        _send_json({"version": version, "slots": slots}, channel)
+        channel.broadcast(flat.data)
+        total += flat.data.numel()
+    _send_json({"version": version, "digests": digests}, channel)
+    _require_confirmation(version, channel, None)
     return total
 
 
@@ -66,52 +90,47 @@ def receive(version: int, take: Take, channel: Channel) -> dict[str, Digest]:
 
     Raises SyncError for another version or damaged data, on this rank and on all others.
     """
-    header = _receive_json(channel)
-    plan = [
-        tuple(Slot(name, _DTYPES[dtype], tuple(shape), offset, size) for name, dtype, shape, offset, size in slots)
-        for slots in header["plan"]
-    ]
-    sizes = [max(slot.offset + slot.num_bytes for slot in slots) for slots in plan]
-    buffer = torch.empty(max(sizes), dtype=torch.uint8, device=channel.device)
     received: dict[str, Digest] = {}
-    for slots, size in zip(plan, sizes, strict=True):
-        dist.broadcast(buffer[:size], channel.sender, group=channel.group)
-        for name, tensor in unflatten(buffer[:size], slots).items():
+    while "digests" not in (header := _receive_json(channel)):
+        slots = tuple(Slot(n, _DTYPES[d], tuple(shape), at, size) for n, d, shape, at, size in header["slots"])
+        end = max(slot.offset + slot.num_bytes for slot in slots)
+        data = torch.empty(-(-end // 16) * 16, dtype=torch.uint8, device=channel.device)[:end]
+        channel.broadcast(data)
+        for name, tensor in unflatten(data, slots).items():
             received[name] = digest_of_tensor(tensor)
             if header["version"] == version:
                 take(name, tensor)
-    sent = {name: Digest(*values) for name, values in _receive_json(channel)["digests"].items()}
     problem = None
     if header["version"] != version:
         problem = f"version {header['version']} was sent, version {version} is expected"
     else:
         try:
-            check_equal(sent, received)
+            check_equal({name: Digest(*values) for name, values in header["digests"].items()}, received)
         except DigestMismatch as error:
             problem = str(error)
-    _require_confirmation(problem is None, version, channel, problem)
+    _require_confirmation(version, channel, problem)
     return received
 
 
 def _send_json(tree: object, channel: Channel) -> None:
     data = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8).to(channel.device)
-    dist.broadcast(torch.tensor([data.numel()], device=channel.device), channel.sender, group=channel.group)
-    dist.broadcast(data, channel.sender, group=channel.group)
+    channel.broadcast(torch.tensor([data.numel()], device=channel.device))
+    channel.broadcast(data)
 
 
 def _receive_json(channel: Channel) -> dict[str, Any]:
     size = torch.zeros(1, dtype=torch.int64, device=channel.device)
-    dist.broadcast(size, channel.sender, group=channel.group)
+    channel.broadcast(size)
     data = torch.empty(int(size.item()), dtype=torch.uint8, device=channel.device)
-    dist.broadcast(data, channel.sender, group=channel.group)
+    channel.broadcast(data)
     tree: dict[str, Any] = json.loads(bytes(data.cpu().numpy()))
     return tree
 
 
-def _require_confirmation(fine: bool, version: int, channel: Channel, problem: str | None = None) -> None:
+def _require_confirmation(version: int, channel: Channel, problem: str | None) -> None:
     """Every rank learns whether all are fine: an engine that did not confirm must not serve the next step."""
-    failed = torch.tensor([0 if fine else 1], device=channel.device)
-    dist.all_reduce(failed, group=channel.group)
+    failed = torch.tensor([0 if problem is None else 1], device=channel.device)
+    channel.sum(failed)
     count = int(failed.item())
     if problem is not None:
         raise SyncError(f"version {version}: {problem}; publish again, nothing was served")

@@ -21,9 +21,10 @@ class SharedFilesPublisher:
     """Several engines, one shared directory."""
 
     def __init__(
-        self, shared: Path, sinks: Mapping[str, AdapterSink], *, timeout_s: float = 1800.0, keep: int = 2
+        self, shared: Path | None, sinks: Mapping[str, AdapterSink], *, timeout_s: float = 1800.0, keep: int = 2
     ) -> None:
-        """`sinks` by name, for errors. `keep`: versions left in `shared` after a publication."""
+        """shared: None when the engines can read what is published where it lies. `sinks` by name, for errors.
+        `keep`: versions left in `shared` after a publication."""
         if not sinks:
             raise ValueError("a publisher without engines: give at least one sink")
         self._shared, self._sinks = shared, dict(sinks)
@@ -38,7 +39,9 @@ class SharedFilesPublisher:
         """
         begun = time.perf_counter()
         expected = await asyncio.to_thread(source_digest, source, version)
-        directory = await asyncio.to_thread(self._place, source, version, expected)
+        directory = source
+        if self._shared is not None:
+            directory = await asyncio.to_thread(self._place, self._shared, source, version, expected)
         answers = await asyncio.gather(
             *(self._load(name, sink, directory, version, expected) for name, sink in self._sinks.items()),
             return_exceptions=True,
@@ -46,7 +49,8 @@ class SharedFilesPublisher:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        await asyncio.to_thread(self._forget_old)
+        if self._shared is not None:
+            await asyncio.to_thread(self._forget_old, self._shared)
         size = (directory / WEIGHTS_FILE).stat().st_size
         return PublishedAdapter(version, expected, size, time.perf_counter() - begun)
 
@@ -58,10 +62,10 @@ class SharedFilesPublisher:
                 f"version {version}: {name} has not confirmed after {self._timeout_s:.0f} s (sync.timeout_s)"
             ) from error
 
-    def _place(self, source: Path, version: int, expected: str) -> Path:
+    def _place(self, shared: Path, source: Path, version: int, expected: str) -> Path:
         """The adapter as `version-N` in the shared directory, its bytes read back."""
-        final = self._shared / f"version-{version:06d}"
-        self._shared.mkdir(parents=True, exist_ok=True)
+        final = shared / f"version-{version:06d}"
+        shared.mkdir(parents=True, exist_ok=True)
         staging = new_staging(final)
         try:
             shutil.copytree(source, staging, dirs_exist_ok=True, ignore=shutil.ignore_patterns("optimizer"))
@@ -70,9 +74,7 @@ class SharedFilesPublisher:
                     _fsync(path)
             seen = digest_of_file(staging / WEIGHTS_FILE)
             if seen != expected:
-                raise SyncError(
-                    f"version {version}: the copy in {self._shared} has digest {seen[:16]}, not {expected[:16]}"
-                )
+                raise SyncError(f"version {version}: the copy in {shared} has digest {seen[:16]}, not {expected[:16]}")
             if final.exists():
                 shutil.rmtree(final)
             os.rename(staging, final)
@@ -80,12 +82,12 @@ class SharedFilesPublisher:
             raise SyncError(f"version {version}: cannot write {final}: {error}") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        fsync_directory(self._shared)
+        fsync_directory(shared)
         return final
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, shared: Path) -> None:
         versions = sorted(
-            (int(match[1]), path) for path in self._shared.iterdir() if (match := _VERSION.fullmatch(path.name))
+            (int(match[1]), path) for path in shared.iterdir() if (match := _VERSION.fullmatch(path.name))
         )
         for _, path in versions[: -self._keep]:
             shutil.rmtree(path, ignore_errors=True)

@@ -20,7 +20,7 @@ from k31core.observe.progress import ProgressFile
 from k31core.recipe.load import ResolvedRecipe, resolve
 from k31core.recipe.recipe import Recipe
 from k31core.rollout.data import PreparedSplit, PromptStream
-from k31core.rollout.engine import Engine, EngineError, EngineHealth
+from k31core.rollout.engine import EngineError, EngineHealth
 from k31core.rollout.episode import StepPlan, StepResult, run_step
 from k31core.rollout.evaluation import EvalPlan, Evaluation, evaluate, table_file, write_table
 from k31core.rollout.factory import build_engine
@@ -29,6 +29,8 @@ from k31core.rollout.records import write_groups
 from k31core.rollout.reward import Rewarder
 from k31core.rollout.step_metrics import step_metrics
 from k31core.rollout.text import TextCodec
+from k31core.sync.files import file_publisher
+from k31core.workers.sync_sink import SyncSink
 
 KIND = "rollout"
 TRAIN_DIR, HELDOUT_DIR = "train", "heldout"
@@ -50,6 +52,7 @@ class RolloutWorker:
         self._run_dir, self._model_dir, self._data_dir = Path(run_dir), Path(model_dir), Path(data_dir)
         self._parts: _Parts | None = None
         self._adapter_digest: str | None = None
+        self._sink: SyncSink | None = None
         self._turn = asyncio.Lock()
 
     async def start(self) -> dict[str, Any]:
@@ -129,10 +132,19 @@ class RolloutWorker:
             return result.metrics
 
     async def load_adapter(self, directory: str, version: int) -> dict[str, Any]:
-        """Serve an adapter directory as `version`; returns its digest. Raises AdapterRefusedError."""
-        digest = await self._ready.engine.load_adapter(Path(directory), version)
-        self._adapter_digest = digest
-        return {"digest": digest, "version": version}
+        """Serve an adapter directory as `version`; returns its digest and bytes. Raises SyncError with the reason."""
+        published = await file_publisher(self._ready.engine, self._resolved.recipe).publish(Path(directory), version)
+        self._adapter_digest = published.digest
+        return {"digest": published.digest, "version": version, "bytes": published.bytes}
+
+    async def sync(self, action: str, *arguments: Any) -> Any:
+        """An action of `SyncSink`: the engine's side of a sync by memory."""
+        if self._sink is None:
+            text = json.loads((self._model_dir / "config.json").read_bytes())["text_config"]
+            self._sink = SyncSink(self._ready.engine.inner, self._resolved.recipe, int(text["num_experts"]))
+        if action in ("handles", "receive"):
+            self._adapter_digest = arguments[2]
+        return await getattr(self._sink, action)(*arguments)
 
     async def score(self, tokens: list[int]) -> list[float]:
         """Log-probs `[n - 1]` of a fixed sequence with the current adapter: the canary."""
@@ -186,7 +198,7 @@ class RolloutWorker:
 class _Parts:
     """What `start` opened."""
 
-    engine: Engine
+    engine: NotedEngine
     rewarder: Rewarder
     pool: GraderPool
     train: PromptStream | None

@@ -33,6 +33,7 @@ from k31core.rollout.records import read_groups
 from k31core.train.flops import train_flops
 from k31core.train.samples import TrainSample
 from k31core.train.trainer import Trainer, build_trainer, describe
+from k31core.workers.sync_source import SyncSource
 
 
 class StepOrderError(ValueError):
@@ -51,6 +52,9 @@ class TrainWorker:
         self._rank, self._world_size, self._init_method = rank, world_size, init_method
         self._trainer: Trainer | None = None
         self._context = ExitStack()
+        self._source: SyncSource | None = None
+        self._digest = (-1, "")
+        """(step, digest) that was computed last."""
 
     def start(self) -> dict[str, Any]:
         """Join the other ranks and load this rank's part of the checkpoint. Call `restore` next."""
@@ -87,6 +91,7 @@ class TrainWorker:
 
     def restore(self, adapter_dir: str | None) -> dict[str, Any]:
         """Continue from a committed adapter directory; None: a fresh adapter, or the recipe's warm start."""
+        self._digest = (-1, "")
         restored = self._ready.fresh() if adapter_dir is None else self._ready.restore(Path(adapter_dir))
         return describe(restored)
 
@@ -106,7 +111,7 @@ class TrainWorker:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         result = trainer.train(samples)
-        digest = trainer.digest()
+        digest = self.digest()
         seconds = time.perf_counter() - begun
         flops = train_flops(trainer.decoder.config, [sample.tokens for sample in samples])
         metrics: dict[str, float] = {
@@ -138,13 +143,27 @@ class TrainWorker:
             ],
         }
 
+    def digest(self) -> str:
+        """Digest of the adapter in memory; computed once a step."""
+        step, known = self._digest
+        if step != self._ready.steps_done:
+            known = self._ready.digest()
+            self._digest = (self._ready.steps_done, known)
+        return known
+
+    def sync(self, action: str, *arguments: Any) -> Any:
+        """An action of `SyncSource`: this rank's part of a sync by memory."""
+        if self._source is None:
+            self._source = SyncSource(self._ready.decoder, self._recipe, self._rank)
+        return getattr(self._source, action)(*arguments)
+
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs `[n - 1]` of a fixed sequence at temperature 1: the canary."""
         return self._ready.score(tokens)
 
     def close(self) -> None:
         """Leave the process group and free the model. Idempotent."""
-        self._trainer = None
+        self._trainer = self._source = None
         self._context.close()
 
     @property

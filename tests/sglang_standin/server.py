@@ -5,8 +5,7 @@ python -m tests.sglang_standin.server --model-path DIR --port N --max-lora-rank 
 
 import argparse
 import asyncio
-import base64
-import pickle
+import os
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -19,11 +18,12 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from k31core.model.build import LoraSpec
-from k31core.ops.digest import unflatten
+from k31core.model.weight_names import base_slots
 from k31core.rollout.engine import AdapterRefusedError, EngineError
 from k31core.rollout.engines.embedded.core import Limits
 from k31core.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from tests.sglang_standin.adapter import to_logical, write_logical
+from tests.sglang_standin.handles import differing, open_payload
 from tests.sglang_standin.wire import answer_of, request_of, unknown_fields
 
 VERSION = "0.5.22.dev7+gstandin"
@@ -33,15 +33,18 @@ VERSION = "0.5.22.dev7+gstandin"
 class Standin:
     """One engine and what SGLang knows about it."""
 
-    def __init__(self, engine: EmbeddedEngine, lora: LoraSpec, *, nested: bool = False) -> None:
-        self.engine, self.lora, self.nested = engine, lora, nested
+    def __init__(
+        self, engine: EmbeddedEngine, lora: LoraSpec, *, nested: bool = False, keeps_base: bool = True
+    ) -> None:
+        """keeps_base: `--enable-weights-cpu-backup`; without it the weights are gone once they were released."""
+        self.engine, self.lora, self.nested, self.keeps_base = engine, lora, nested, keeps_base
         self.weight_version = "default"
         self.loaded: str | None = None
         self.requests: list[dict[str, Any]] = []
         """Every /generate body, for tests."""
         self.released: set[str] = set()
-        self.base_tensors: dict[str, Any] = {}
-        """What /update_weights_from_tensor sent."""
+        self.session: set[str] | None = None
+        """Names of the weights that came since /begin_weight_update."""
         self._loads = -1
 
     async def generate(self, body: dict[str, Any]) -> Response:
@@ -73,8 +76,10 @@ class Standin:
             (text,) = body["serialized_named_tensors"]
             if body["load_format"] != "flattened_bucket":
                 raise ValueError(f"load_format {body['load_format']}")
-            tree = pickle.loads(base64.b64decode(text))
-            tensors = unflatten(tree["flattened_tensor"], tuple(tree["metadata"]))
+            tensors = open_payload(text)
+            wrong = differing(tensors, body["expected_checksums"]) if body.get("expected_checksums") else []
+            if wrong:
+                raise ValueError(f"[LORA-CHECK] adapter sync MISMATCH: {wrong[:5]}")
             write_logical(tensors, body["config_dict"], target, rank=self.lora.rank, alpha=self.lora.alpha)
 
         return await self._load(body, write)
@@ -103,14 +108,32 @@ class Standin:
         self.weight_version = body["new_version"]
         return update(200, None)
 
-    async def update_weights(self, body: dict[str, Any]) -> Response:
-        """Only looked at: the embedded engine's base cannot change."""
-        for text in body["serialized_named_tensors"]:
-            tree = pickle.loads(base64.b64decode(text))
-            self.base_tensors.update(
-                {k: v.clone() for k, v in unflatten(tree["flattened_tensor"], tuple(tree["metadata"])).items()}
-            )
+    async def begin_weights(self, body: dict[str, Any]) -> Response:
+        if "weights" in self.released:
+            return update(400, "the weights' memory is released")
+        self.session = set()
         return update(200, None)
+
+    async def update_weights(self, body: dict[str, Any]) -> Response:
+        if self.session is None:
+            return update(400, "no weight-update session is open")
+        own = self._base()
+        (text,) = body["serialized_named_tensors"]
+        for name, tensor in open_payload(text).items():
+            target = own[name].tensor.detach()  # an unknown name is an error here; SGLang skips it silently
+            target.copy_(tensor[: target.shape[0]])
+            self.session.add(name)
+        return update(200, None)
+
+    async def end_weights(self, body: dict[str, Any]) -> Response:
+        missing = sorted(self._base().keys() - (self.session or set()))
+        self.session = None
+        return update(400, f"{len(missing)} weights did not come, first {missing[0]}") if missing else update(200, None)
+
+    def _base(self) -> dict[str, Any]:
+        decoder = self.engine._decoder
+        assert decoder is not None
+        return {slot.name: slot for slot in base_slots(decoder)}
 
     async def abort(self, body: dict[str, Any]) -> Response:
         await self.engine.abort((body["rid"],))
@@ -121,6 +144,9 @@ class Standin:
             return error(400, "requests are running")
         self.released |= set(body["tags"])
         await self.engine.sleep()
+        if "weights" in body["tags"] and not self.keeps_base:
+            for slot in self._base().values():
+                slot.tensor.detach().zero_()
         return Response(status_code=200)
 
     async def resume(self, body: dict[str, Any]) -> Response:
@@ -165,6 +191,8 @@ def build_app(standin: Standin) -> FastAPI:
         "/resume_memory_occupation": (standin.resume, "ResumeMemoryOccupationReqInput"),
         "/update_weight_version": (standin.rename, "UpdateWeightVersionReqInput"),
         "/update_weights_from_tensor": (standin.update_weights, "UpdateWeightsFromTensorReqInput"),
+        "/begin_weight_update": (standin.begin_weights, "BeginWeightUpdateReqInput"),
+        "/end_weight_update": (standin.end_weights, "EndWeightUpdateReqInput"),
         "/abort_request": (standin.abort, "AbortReq"),
     }
     for path, (handler, kind) in posts.items():
@@ -223,18 +251,26 @@ async def main(arguments: argparse.Namespace) -> None:
     limits = Limits(64, arguments.max_total_tokens, 2048)
     engine = await EmbeddedEngine.open(Path(arguments.model_path), EmbeddedOptions(limits, lora))
     try:
-        async with serving(Standin(engine, lora), arguments.port) as url:
+        standin = Standin(engine, lora, keeps_base=arguments.enable_weights_cpu_backup)
+        async with serving(standin, arguments.port) as url:
             print(f"serving {url}", flush=True)
             await asyncio.Event().wait()
     finally:
         await engine.close()
 
 
-if __name__ == "__main__":
+def command_line() -> None:
+    """As `python -m sglang.launch_server` is started; the scale of the adapter, which SGLang reads from every adapter,
+    comes from the environment where it is not an argument."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-lora-rank", type=int, required=True)
     parser.add_argument("--max-total-tokens", type=int, default=16384)
-    parser.add_argument("--lora-alpha", type=float, required=True)
+    parser.add_argument("--enable-weights-cpu-backup", action="store_true")
+    parser.add_argument("--lora-alpha", type=float, default=float(os.environ.get("K31_STANDIN_ALPHA", "0")))
     asyncio.run(main(parser.parse_known_args()[0]))
+
+
+if __name__ == "__main__":
+    command_line()

@@ -44,6 +44,8 @@ REQUEST_TYPES = (
     "ResumeMemoryOccupationReqInput",
     "UpdateWeightVersionReqInput",
     "UpdateWeightsFromTensorReqInput",
+    "BeginWeightUpdateReqInput",
+    "EndWeightUpdateReqInput",
     "UpdateWeightsFromDistributedReqInput",
     "InitWeightsUpdateGroupReqInput",
 )

@@ -17,16 +17,18 @@ from safetensors.torch import load_file
 
 from k31core.model.build import LoraSpec
 from k31core.recipe.load import load_recipe, resolve
-from k31core.rl.types import FinishReason
 from k31core.rollout.engine import AdapterRefusedError, EngineError, StaleVersionError
 from k31core.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from k31core.rollout.engines.sglang import open_sglang
 from k31core.rollout.engines.sglang.adapter_files import sglang_name
 from k31core.rollout.engines.sglang.engine import SglangEngine
 from k31core.rollout.engines.sglang.payload import PayloadError
-from k31core.sync.buckets import EngineRank
-from k31core.sync.cuda_ipc import CudaIpcPublisher, IpcExporter, send_base
+from k31core.sync.buckets import EngineRank, InFlight
+from k31core.sync.cuda_ipc import BaseStream, IpcExporter, checksums_of
+from k31core.sync.handle_publisher import HandlePublisher, Handles, Released
+from k31core.sync.handles import share_by_name
 from k31core.sync.publisher import SyncError
+from k31core.workers.sync_source import SGLANG_FORMAT
 from tests.contract.engine_cases import ADAPTER, ALPHA, LIMITS, MODEL, RANK, assert_same, prompt, request
 from tests.sglang_standin.engines import recipe_overrides
 from tests.sglang_standin.server import Standin, error, serving, update
@@ -229,26 +231,32 @@ def test_two_servers_share_the_requests_and_both_get_the_adapter() -> None:
     asyncio.run(main())
 
 
+class OneTrainer:
+    """A trainer of one rank, as far as the publisher sees it."""
+
+    def __init__(self, checked: bool = False) -> None:
+        share_by_name()
+        self.exporter, self.checked = IpcExporter(EngineRank(0, 1, 8), sglang_name, SGLANG_FORMAT), checked
+        self.damage: dict[str, str] = {}
+
+    async def export(self, version: int) -> Handles:
+        tensors = list(load_file(ADAPTER / "adapter_model.safetensors").items())
+        handle, payload = self.exporter.export([tensors], version)
+        return Handles([handle], {**checksums_of(payload), **self.damage} if self.checked else None)
+
+    async def release(self, version: int) -> Released:
+        return Released(self.exporter.release(version), self.exporter.in_flight.num_bytes)
+
+
 def test_an_adapter_by_handle_is_the_adapter_from_its_directory() -> None:
     """The colocated path end to end: exporter, handle, publisher, engine; then a refusal leaves no adapter."""
-
-    class OneTrainer:
-        def __init__(self) -> None:
-            self.exporter = IpcExporter(EngineRank(0, 1, 8), sglang_name, lambda slot: slot)
-
-        async def export(self, version: int) -> list[str]:
-            handle, _ = self.exporter.export([list(load_file(ADAPTER / "adapter_model.safetensors").items())], version)
-            return [handle]
-
-        async def release(self, version: int) -> int:
-            return self.exporter.release(version)
 
     async def main() -> None:
         async with faulty() as (engine, (server,)):
             await engine.load_adapter(ADAPTER, 0)
             expected = await engine.generate(replace(ASKED, policy_version=0))
             trainer = OneTrainer()
-            publisher = CudaIpcPublisher(trainer, engine, lambda _: "d" * 64)
+            publisher = HandlePublisher(trainer, engine, lambda _: "d" * 64)
             await publisher.publish(ADAPTER, 1)
             assert server.weight_version == "k31-v1-2-" + "d" * 16
             done = await engine.generate(replace(ASKED, policy_version=1))
@@ -259,6 +267,34 @@ def test_an_adapter_by_handle_is_the_adapter_from_its_directory() -> None:
                 await publisher.publish(ADAPTER, 2)
             assert trainer.exporter.in_flight.num_bytes == 0
             assert (await engine.health()).policy_version == -1
+
+    asyncio.run(main())
+
+
+def test_every_tensor_is_compared_on_both_sides_when_asked_for() -> None:
+    async def main() -> None:
+        async with faulty() as (engine, _):
+            trainer = OneTrainer(checked=True)
+            publisher = HandlePublisher(trainer, engine, lambda _: "d" * 64)
+            await publisher.publish(ADAPTER, 0)
+            name = next(iter(checksums_of(trainer.exporter.export([[("a.x", torch.ones(1))]], 9)[1])))
+            trainer.exporter.release(9)
+            trainer.damage = {name: "0" * 64}
+            with pytest.raises(SyncError, match=r"LORA-CHECK\] adapter sync MISMATCH: \['base_model.model.a.x'\]"):
+                await publisher.publish(ADAPTER, 1)
+
+    asyncio.run(main())
+
+
+def test_handles_are_shared_out_over_two_servers() -> None:
+    async def main() -> None:
+        async with faulty("cluster.num_nodes=1", "cluster.gpus_per_node=2", servers=2) as (engine, servers):
+            one, two = OneTrainer(), OneTrainer()
+            payloads = [*(await one.export(3)).payloads, *(await two.export(3)).payloads]
+            await engine.load_adapter_tensors(payloads, 3, "d" * 64)
+            assert [server.loaded for server in servers] == ["k31-v3-1", "k31-v3-1"]
+            with pytest.raises(EngineError, match="3 handles do not divide over 2 servers"):
+                await engine.load_adapter_tensors([*payloads, payloads[0]], 4, "d" * 64)
 
     asyncio.run(main())
 
@@ -284,20 +320,35 @@ def test_without_a_host_copy_the_base_must_be_sent_before_the_engine_wakes() -> 
         async with faulty(
             "rollout.engine.lora_base_cpu_backup=false", "sync.resend_base=true", "sync.transport=cuda_ipc"
         ) as (engine, (server,)):
+            server.keeps_base = False
+            before = await engine.generate(ASKED)
+            base = {name: slot.tensor.detach().clone() for name, slot in server._base().items()}
             await engine.sleep()
-            with pytest.raises(EngineError, match=r"keep no copy .* call wake_weights\(\) and send the base"):
+            assert not any(slot.tensor.any() for slot in server._base().values()), "the stand-in forgets its base"
+            with pytest.raises(EngineError, match=r"keep no copy .* between begin_base\(\) and end_base\(\)"):
                 await engine.wake()
-            await engine.wake_weights()
-            base = {f"layer.{i}": torch.randn(50) for i in range(6)}
-            (client,) = engine._clients
-            await send_base(base.items(), lambda handle: client.update_weights([handle]), lambda slot: slot, 500)
-            assert all(torch.equal(server.base_tensors[name], tensor) for name, tensor in base.items())
-            engine.base_was_sent()
+            share_by_name()
+            items, kept = list(base.items()), InFlight()
+            pieces = [items[at : at + 40] for at in range(0, len(items), 40)]
+            await engine.begin_base()
+            await send_pieces(engine, pieces[:-1], kept)
+            with pytest.raises(EngineError, match=r"\d+ weights did not come, first language_model"):
+                await engine.end_base()
+            await engine.begin_base()
+            await send_pieces(engine, pieces, kept)
+            await engine.end_base()
+            assert kept.num_bytes == 0
             await engine.wake()
             assert server.calls[1:] == ["resume ['weights']", "resume ['cuda_graph', 'kv_cache']"]
-            assert (await engine.generate(ASKED)).finish is FinishReason.LENGTH
+            assert_same(await engine.generate(ASKED), before)
 
     asyncio.run(main())
+
+
+async def send_pieces(engine: SglangEngine, pieces: list[Any], kept: InFlight) -> None:
+    stream = BaseStream(iter(pieces), SGLANG_FORMAT, kept)
+    while (handle := stream.next()) is not None:
+        await engine.update_base([handle])
 
 
 def test_settings_other_than_the_recipes_are_refused_at_the_start() -> None:

@@ -108,14 +108,13 @@ def test_an_old_sglang_gets_the_old_spelling_of_attention_dp() -> None:
 
 def test_every_switch_of_the_table_follows_its_field() -> None:
     on = load_recipe("k31-32xh200", ["rollout.indexer_replay=true"])
-    off = load_recipe(
-        "k31-32xh200",
-        ["rollout.routing_replay=false", "cluster.colocate=false", "rollout.engine.lora_base_cpu_backup=false",
-         "sync.resend_base=true"],
-    )  # fmt: skip
+    off = load_recipe("k31-32xh200", ["rollout.engine.lora_base_cpu_backup=false", "sync.resend_base=true"])
+    apart = load_recipe(
+        "k31-32xh200", ["rollout.routing_replay=false", "cluster.colocate=false", "sync.transport=shared_files"]
+    )
     for flag in FLAGS:
         if flag.kind == "switch":
-            for recipe in (on, off):
+            for recipe in (on, off, apart):
                 assert (flag.option in server_args(recipe, "m", NEW, Place())) == bool(field_value(recipe, flag.field))
 
 

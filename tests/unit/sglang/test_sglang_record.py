@@ -46,13 +46,13 @@ def test_our_handles_are_read_by_sglangs_own_code() -> None:
 import json, torch
 from k31core.ops.digest import Slot
 from k31core.sync.buckets import one_bucket
-from k31core.sync.cuda_ipc import serialise
-from k31core.rollout.engines.sglang.tensors import flattened_metadata
+from k31core.sync.handles import serialise, share_by_name
+from k31core.workers.sync_source import SGLANG_FORMAT
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-torch.multiprocessing.set_sharing_strategy('file_system')
+share_by_name()
 tensors = {'a': torch.randn(3, 5).bfloat16(), 'b': torch.randn(7), 'c': torch.arange(9, dtype=torch.uint8)}
-tree = MultiprocessingSerializer.deserialize(serialise(one_bucket(tensors), flattened_metadata))
+tree = MultiprocessingSerializer.deserialize(serialise(one_bucket(tensors), SGLANG_FORMAT))
 bucket = FlattenedTensorBucket(flattened_tensor=tree['flattened_tensor'], metadata=tree['metadata'])
 print(json.dumps({name: bool(torch.equal(t, tensors[name])) for name, t in bucket.reconstruct_tensors()}))
 """

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from k31core.ops.digest import digest_of_tensor, unflatten
-from k31core.sync.buckets import EngineRank, InFlight, assemble, one_bucket, streamed
+from k31core.sync.buckets import EngineRank, InFlight, assemble, one_bucket
 from k31core.sync.publisher import SyncError
 
 ADAPTER = load_file(Path(__file__).parents[2] / "cases" / "model" / "tiny-k31-adapter" / "adapter_model.safetensors")
@@ -83,14 +83,6 @@ def test_one_bucket_holds_all_dtypes() -> None:
     bucket = one_bucket(tensors)
     back = unflatten(bucket.data, bucket.slots)
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
-
-
-def test_a_stream_is_cut_into_pieces_of_bounded_size() -> None:
-    sizes = [10, 10, 30, 200, 5, 5, 40]
-    tensors = ((f"t{i}", torch.zeros(n, dtype=torch.uint8)) for i, n in enumerate(sizes))
-    pieces = [{n: t.numel() for n, t in piece.items()} for piece in streamed(tensors, 50)]
-    assert [sum(p.values()) for p in pieces] == [50, 200, 50]
-    assert [name for piece in pieces for name in piece] == [f"t{i}" for i in range(7)]
 
 
 def test_memory_in_flight_is_kept_until_it_is_released_by_name() -> None:

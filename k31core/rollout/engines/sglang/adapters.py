@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from k31core.recipe.train import LoraRecipe
 from k31core.rl.types import GenerateRequest, SamplingParams
@@ -62,24 +63,42 @@ class AdapterShelf:
         self.served = new
         return adapter.digest
 
-    async def load_handles(self, payloads: Sequence[str], version: int, digest: str) -> None:
-        """Serve what the handles point at. Raises AdapterRefusedError, and then no adapter is served."""
-        if len(self._clients) != 1:
-            raise EngineError(f"handles are for one engine on the trainer's cards, there are {len(self._clients)}")
-        (client,) = self._clients
+    async def load_handles(
+        self, payloads: Sequence[str], version: int, digest: str, checksums: dict[str, str] | None = None
+    ) -> None:
+        """Serve what the handles point at: the first server's ranks, then the next one's.
+
+        Raises AdapterRefusedError, and then no adapter is served.
+        """
+        per, rest = divmod(len(payloads), len(self._clients))
+        if rest or not per:
+            raise EngineError(f"{len(payloads)} handles do not divide over {len(self._clients)} servers")
         new = self._named(version, digest, None)
         config = sglang_config(self._lora.rank, self._lora.alpha, self._factors)
-
-        async def load() -> None:
-            assert new.lora_name is not None
-            await client.load_lora_tensors(new.lora_name, config, list(payloads), pinned=self._pinned)
-
         old, self.served = self.served, self._base
         try:
-            await self._swap(client, old.lora_name, new, load)
+            for index, client in enumerate(self._clients):
+                load = self._from_handles(
+                    client, new, config, list(payloads[index * per : (index + 1) * per]), checksums
+                )
+                await self._swap(client, old.lora_name, new, load)
         except (ServerError, PayloadError) as error:
             raise AdapterRefusedError(f"version {version}: {error}; no adapter is served, publish again") from error
         self.served = new
+
+    def _from_handles(
+        self,
+        client: SglangClient,
+        new: Served,
+        config: dict[str, Any],
+        payloads: list[str],
+        checksums: dict[str, str] | None,
+    ) -> Callable[[], Awaitable[None]]:
+        async def load() -> None:
+            assert new.lora_name is not None
+            await client.load_lora_tensors(new.lora_name, config, payloads, pinned=self._pinned, checksums=checksums)
+
+        return load
 
     async def score_on(self, client: SglangClient, tokens: tuple[int, ...], served: Served) -> tuple[float, ...]:
         """Log-probs `[n − 1]` of a sequence with an adapter on one server, temperature 1."""

@@ -129,12 +129,20 @@ class SglangClient:
         await self.post("/load_lora_adapter_from_tensors", body)
 
     async def update_weights(self, payloads: list[str]) -> None:
-        """Overwrite some of the base's weights from handles, one flat bucket a TP rank (`k31core.sync.send_base`).
+        """Overwrite some of the base's weights from handles, one flat bucket a TP rank, within a session.
 
         The prefix cache is not flushed here: the adapter that follows flushes it.
         """
         body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
         await self.post("/update_weights_from_tensor", body)
+
+    async def begin_weights(self) -> None:
+        """Open a session in which packed weights are as they were loaded (SGLang from 0.5.23)."""
+        await self.post("/begin_weight_update", {})
+
+    async def end_weights(self) -> None:
+        """Close the session: the weights are packed again for the kernels."""
+        await self.post("/end_weight_update", {})
 
     async def unload_lora(self, name: str) -> None:
         """Forget an adapter."""

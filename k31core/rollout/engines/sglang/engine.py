@@ -7,7 +7,7 @@ that is new every time, and every answer must say that it was drawn with exactly
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -115,15 +115,18 @@ class SglangEngine:
             await self._drain()
             return await self._confirmed(self._shelf.load_directory(directory, version))
 
-    async def load_adapter_tensors(self, payloads: Sequence[str], version: int, digest: str) -> None:
-        """Serve what the handles `payloads` (one a rank of the one server) point at as `version`.
+    async def load_adapter_tensors(
+        self, payloads: Sequence[str], version: int, digest: str, checksums: Mapping[str, str] | None = None
+    ) -> None:
+        """Serve what the handles `payloads` (one a rank, server by server) point at as `version`.
 
         The handles must stay valid until this returns. Raises AdapterRefusedError; there is no way back to an adapter
         whose handles are gone, so a refusal leaves the engine without one: load a directory or publish again.
         """
         async with self._gate:
             await self._drain()
-            await self._confirmed(self._shelf.load_handles(payloads, version, digest))
+            sums = None if checksums is None else dict(checksums)
+            await self._confirmed(self._shelf.load_handles(payloads, version, digest, sums))
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         """End requests early; their `generate` returns with FinishReason.ABORT. Unknown ids are ignored."""
@@ -149,15 +152,27 @@ class SglangEngine:
             self._awake = self._weights_awake = False
             self._base_lost = not self._options.base_kept
 
-    async def wake_weights(self) -> None:
-        """First half of `wake`: the memory of the weights, for a publisher that sends the base again."""
+    async def begin_base(self) -> None:
+        """The base is about to be sent again: take the memory of the weights, open a session on every server."""
         async with self._gate:
             self._require_alive()
+            await self._idle.wait()
             await self._wake_weights()
+            for client in self._clients:
+                await client.begin_weights()
 
-    def base_was_sent(self) -> None:
-        """Called by the publisher once every server confirmed the base."""
-        self._base_lost = False
+    async def update_base(self, payloads: Sequence[str]) -> None:
+        """One piece of the base, by handle: one a rank, server by server. Returns once every server has copied it."""
+        per = len(payloads) // len(self._clients)
+        for index, client in enumerate(self._clients):
+            await client.update_weights(list(payloads[index * per : (index + 1) * per]))
+
+    async def end_base(self) -> None:
+        """Every piece was sent: the servers compute with this base from now on."""
+        async with self._gate:
+            for client in self._clients:
+                await client.end_weights()
+            self._base_lost = False
 
     async def wake(self) -> None:
         """Take the memory back, weights first: the caches take what is left.
@@ -171,7 +186,7 @@ class SglangEngine:
             if self._base_lost:
                 raise EngineError(
                     "the servers released the base and keep no copy (rollout.engine.lora_base_cpu_backup is off): "
-                    "call wake_weights() and send the base (sync.resend_base) first"
+                    "send the base (sync.resend_base) between begin_base() and end_base() first"
                 )
             await self._wake_weights()
             for client in self._clients:

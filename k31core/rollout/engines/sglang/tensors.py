@@ -1,4 +1,7 @@
-"""SGLang's own description of a tensor in a flat buffer; the only place that imports SGLang, and only when called."""
+"""SGLang's names for what a handle of ours holds; nothing of it is imported.
+
+Its unpickler admits exactly these (`SafeUnpickler`, 0.5.23).
+"""
 
 from typing import Any, Protocol
 
@@ -22,15 +25,11 @@ class FlatSlot(Protocol):
     def num_bytes(self) -> int: ...
 
 
-def flattened_metadata(slot: FlatSlot) -> Any:
-    """For `k31core.sync.cuda_ipc`: what the server's `FlattenedTensorBucket` reads. Needs SGLang installed."""
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+METADATA = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+CUDA_REBUILD = ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified")
+"""Opens CUDA memory whose card is named by UUID."""
 
-    return FlattenedTensorMetadata(
-        name=slot.name,
-        shape=slot.shape,
-        dtype=slot.dtype,
-        start_idx=slot.offset,
-        end_idx=slot.offset + slot.num_bytes,
-        numel=slot.num_bytes,
-    )
+
+def metadata_arguments(slot: FlatSlot) -> tuple[Any, ...]:
+    """(name, shape, dtype, first byte, last byte + 1, bytes) of `FlattenedTensorMetadata`."""
+    return slot.name, slot.shape, slot.dtype, slot.offset, slot.offset + slot.num_bytes, slot.num_bytes

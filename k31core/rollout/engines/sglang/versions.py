@@ -18,6 +18,8 @@ K3_BRANCH = "sglang-miles-k3"
 FIRST_WITH_K3 = (0, 5, 17)
 FIRST_WITH_ATTN_DP_SIZE = (0, 5, 18)
 FIRST_WITH_FLAT_CANDIDATES = (0, 5, 22)
+FIRST_WITH_CHECKSUMS = (0, 5, 23)
+"""Checksums of an adapter by handle, and weight-update sessions that restore packed weights."""
 LAST_RELEASE_READ = (0, 5, 23)
 """Newest release whose source was read: up to here a plain release number says what is missing."""
 _RELEASE = re.compile(r"\d+\.\d+\.\d+(?:\.post\d+)?")
@@ -39,6 +41,8 @@ class Abilities:
     """LoRA on K3's latent experts and gated attention output."""
     partial_attention_dp_lora: bool
     """LoRA with attention DP between 1 and TP."""
+    weight_sessions: bool = True
+    """`expected_checksums`, `/begin_weight_update` and `/end_weight_update`."""
 
     @property
     def number(self) -> tuple[int, int, int]:
@@ -70,11 +74,13 @@ def inspect_tree(sglang_path: str | None) -> Abilities:
     models = package / "srt" / "models"
     source = "\n".join(_read(path) for path in sorted(models.glob("kimi*.py")))
     lora = _read(package / "srt" / "lora" / "lora_manager.py")
+    routes = _read(package / "srt" / "entrypoints" / "http_server.py")
     return Abilities(
         version=_version_of(package),
         k3_model="class KimiK3" in source,
         k31_model="class KimiK31" in source,
         k3_moe_lora=re.search(r"\bget_hidden_dim\b", source) is not None,
+        weight_sessions=routes == "" or "/begin_weight_update" in routes,
         partial_attention_dp_lora="requires --attn-dp-size equal to --tp-size" not in lora,
     )
 
@@ -88,6 +94,7 @@ def abilities_of_server(version: str) -> Abilities:
         k31_model=not stock,
         k3_moe_lora=not stock,
         partial_attention_dp_lora=not stock,
+        weight_sessions=not stock or parse_version(version) >= FIRST_WITH_CHECKSUMS,
     )
 
 
@@ -107,6 +114,11 @@ def require_abilities(recipe: Recipe, has: Abilities) -> None:
             f"no LoRA with attention DP {engine.attn_dp_size} below TP {engine.tp_size} (branch {branch}; "
             f"rollout.engine.attn_dp_size must be 1 or {engine.tp_size} here)"
         )
+    by_handle = recipe.sync.transport in ("cuda_ipc", "nccl")
+    if recipe.sync.check_lora_weight_equal and by_handle and not has.weight_sessions:
+        missing.append("no checksums of an adapter by handle (sync.check_lora_weight_equal, from 0.5.23 on)")
+    if recipe.sync.resend_base and not has.weight_sessions:
+        missing.append("no session that restores packed weights (sync.resend_base, from 0.5.23 on)")
     if missing:
         raise SglangVersionError(
             f"SGLang {has.version} cannot serve recipe {recipe.name}: {'; '.join(missing)}. "
