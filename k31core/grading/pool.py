@@ -63,6 +63,11 @@ class GraderPool:
         """Workers lost in any other way (memory, a crash of a library, a reply that is no reply), all replaced."""
         return sum(worker.crashes for worker in self._workers)
 
+    @property
+    def slowest_s(self) -> float:
+        """The longest that one answer took in a worker, from question to verdict; its limit is `wall_limit_s`."""
+        return max(worker.slowest_s for worker in self._workers)
+
     async def grade(self, response: str, label: str, *, graders: tuple[str, ...] = ("deepscaler",)) -> Verdict:
         """The verdict on one answer; the first grader named is the one that trains."""
         futures = self._submit(response, label, grader_names(graders))

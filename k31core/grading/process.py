@@ -134,6 +134,8 @@ class WorkerProcess:
         self._asked = 0
         self.kills = 0
         self.crashes = 0
+        self.slowest_s = 0.0
+        """The longest that one answer took, from the question to its verdict (its worker's end included)."""
 
     def ask(self, request: dict[str, Any]) -> Outcome:
         """The worker's outcome for `request`; at a limit, the worker is replaced and the outcome says why.
@@ -146,16 +148,22 @@ class WorkerProcess:
         if self._socket is None:
             self._pid, self._socket = self._template.fork()
             self._asked = 0
-        deadline = time.monotonic() + self._template.limits.wall_s
+        asked = time.monotonic()
         try:
-            reply = _exchange(self._socket, line, deadline)
+            return self._answer(self._socket, line, request["id"], asked + self._template.limits.wall_s)
+        finally:
+            self.slowest_s = max(self.slowest_s, time.monotonic() - asked)
+
+    def _answer(self, connection: socket.socket, line: bytes, number: int, deadline: float) -> Outcome:
+        try:
+            reply = _exchange(connection, line, deadline)
         except TimeoutError:
             self.kills += 1
             self.end()
             return _TIMED_OUT
         except OSError:
             reply = b""
-        outcome = _outcome(reply, request["id"])
+        outcome = _outcome(reply, number)
         if outcome is None:
             return self._lost()
         self._asked += 1

@@ -21,13 +21,13 @@ HANG = ("x</think>$\\boxed{(a+b+c+d+1)^{40}(a-b-c-d-1)^{40}}$", "(a+b+c+d+1)^{40
 
 
 def test_a_hang_is_killed_at_the_wall_limit_and_the_worker_replaced() -> None:
-    with GraderPool(workers=1, wall_limit_s=0.7, cpu_limit_s=30) as pool:
+    with GraderPool(workers=1, wall_limit_s=2.5, cpu_limit_s=60) as pool:
         assert pool.grade_many([EASY], graders=("both",))[0].deepscaler == 1
-        for kills in (1, 2, 3):
+        for kills in (1, 2):
             started = time.monotonic()
             (verdict,) = pool.grade_many([HANG], graders=("math_verify",))
             assert (verdict.math_verify, verdict.reason) == (0, GradeReason.TIMED_OUT)
-            assert 0.6 < time.monotonic() - started < 5.0
+            assert 2.4 < time.monotonic() - started < 30.0, "the answer itself takes minutes"
             assert pool.kills == kills
             assert pool.grade_many([EASY], graders=("both",))[0].math_verify == 1
         assert pool.crashes == 0
@@ -62,7 +62,7 @@ def test_a_lost_template_is_started_again() -> None:
     with GraderPool(workers=1) as pool:
         pool.grade_many([EASY])
         os.kill(pool._template._process.pid, signal.SIGKILL)
-        time.sleep(0.2)
+        pool._template._process.wait(30)
         pool._workers[0].end()
         assert pool.grade_many([EASY])[0].deepscaler == 1
 
@@ -117,7 +117,7 @@ def test_a_pool_that_was_not_needed_closes_at_once() -> None:
         assert pool.grade_many([("x</think>\\boxed{34}", "34")])[0].deepscaler == 1
         process_id = pool._template._process.pid
         started = time.monotonic()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 30.0
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
 
@@ -132,7 +132,7 @@ def test_workers_end_with_a_killed_owner() -> None:
         pid = int(owner.stdout.readline())
         owner.kill()
         owner.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")

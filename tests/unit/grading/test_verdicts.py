@@ -1,8 +1,9 @@
 """Verdicts on answers with known ones: the shipped cases, and more measured on the public implementations.
 
-`measured_verdicts.json` (mostly made from pieces) and `near_cases.json` (written by hand, beside the shipped ones: units,
-degrees, percent, separators, mixed numbers, intervals, sets, signs, several boxes, broken thinking) hold what the public deepscaler grader (with pylatexenc 2.10 and sympy 1.14) and math-verify
-0.9.0 (text after the thinking against the boxed label) said on 2026-11-30, on answers chosen to touch every rule.
+Two files hold what the public deepscaler grader (with pylatexenc 2.10 and sympy 1.14) and math-verify 0.9.0 (text after
+the thinking against the boxed label) said on 2026-11-30: `measured_verdicts.json` on answers that touch every rule,
+`near_cases.json` on answers written by hand beside the shipped ones: units, degrees, percent, separators, mixed
+numbers, intervals, sets, signs, several boxes, broken thinking.
 """
 
 import json
