@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from k31core.checkpoint.hub_listing import DownloadError, HubUnreachableError, Listing
+from k31core.checkpoint.hub_listing import DownloadError, HubUnreachableError, Listing, asked_wait_s
 from k31core.checkpoint.verify_files import WORK_FOLDER, FileEntry, check_entries
 
 _log = logging.getLogger(__name__)
@@ -88,8 +88,9 @@ class Fetcher:
                     f"{self.listing.repo.repo_id}: {entry.path} stopped at {have} of {entry.size} bytes ({error}); "
                     "what is fetched stays, so run the same command again"
                 ) from error
-            _log.info("%s: %s; next try in %.1f s", entry.path, error, wait_s)
-            if self.stop.wait(wait_s):
+            pause_s = max(wait_s, error.wait_s) if isinstance(error, _HubBusy) else wait_s
+            _log.info("%s: %s; next try in %.1f s", entry.path, error, pause_s)
+            if self.stop.wait(pause_s):
                 raise _Stopped
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
@@ -117,7 +118,7 @@ class Fetcher:
                 ) from error
             if error.response.status_code == 416:
                 partial.unlink(missing_ok=True)  # more bytes than the file has: start it again
-            return OSError(f"the Hub answers with {error.response.status_code}")
+            return _HubBusy(error.response.status_code, asked_wait_s(error.response.headers))
         except httpx2.HTTPError as error:
             return OSError(f"{type(error).__name__}: {error}")
         except OSError as error:
@@ -168,6 +169,14 @@ class Fetcher:
                 displayed_filename=entry.path,
                 tqdm_class=_no_bar(),
             )
+
+
+class _HubBusy(Exception):
+    """The Hub answered with an error status, and for how long it asks to be left alone."""
+
+    def __init__(self, status: int, wait_s: float) -> None:
+        super().__init__(f"the Hub answers with {status}")
+        self.wait_s = wait_s
 
 
 class _Stoppable:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal
@@ -25,6 +26,7 @@ MODEL_FILES = (
 DATASET_FILES = ("*.parquet", "*.jsonl")
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
 """Between tries of the listing."""
+_LONGEST_ASKED_WAIT_S = 300.0
 CODE_FILES = ("*.py",)
 """Only with `include_code`: nothing of ours runs them, but tokenizers with `trust_remote_code` do."""
 
@@ -132,11 +134,21 @@ def _ask(repo: Repo) -> tuple[str, list[object]]:
         except HfHubHTTPError as error:
             if wait_s is None or (error.response.status_code != 429 and error.response.status_code < 500):
                 raise
+            wait_s = max(wait_s, asked_wait_s(error.response.headers))
         except (httpx2.TimeoutException, httpx2.RemoteProtocolError, httpx2.ReadError):
             if wait_s is None:
                 raise
         time.sleep(wait_s)
     raise AssertionError("the last try returns or raises")
+
+
+def asked_wait_s(headers: Mapping[str, str]) -> float:
+    """Seconds that an answer asks to wait (`Retry-After`), at most five minutes; 0 when it does not say.
+
+    A date is not read: the Hub sends seconds, and a clock may be wrong.
+    """
+    text = headers.get("retry-after", "").strip()
+    return min(float(text), _LONGEST_ASKED_WAIT_S) if text.isascii() and text.isdigit() else 0.0
 
 
 def _entry(file: object, repo_id: str) -> FileEntry:

@@ -205,8 +205,6 @@ def _write(
     final: Path, digest: str, rows: list[Row], tokens: list[list[int]], settings: PrepareSettings, report: PrepareReport
 ) -> None:
     """Columns and manifest into a new directory that gets its name when it is whole."""
-    from safetensors.numpy import save_file
-
     messages = [_messages_json(row) for row in rows]
     labels = [row.label.encode() for row in rows]
     contents = [message + b"\0" + label for message, label in zip(messages, labels, strict=True)]
@@ -226,9 +224,9 @@ def _write(
         "ids": np.frombuffer(b"".join(ids), dtype=np.uint8).reshape(-1, 16),
     }
     staging = final.with_name(f".{final.name}-{uuid.uuid4().hex[:8]}")
-    staging.mkdir(parents=True)
     try:
-        save_file(columns, staging / COLUMNS_FILE)
+        staging.mkdir(parents=True)
+        _write_columns(columns, staging / COLUMNS_FILE)
         manifest = {
             "format": FORMAT,
             "digest": digest,
@@ -243,8 +241,25 @@ def _write(
         if not _holds(final, digest):  # else another process was faster
             shutil.rmtree(final, ignore_errors=True)
             staging.rename(final)
+    except OSError as error:
+        needed = sum(column.nbytes for column in columns.values())
+        raise DataError(
+            f"{final}: the prepared data set of {needed / 1e6:.1f} MB cannot be written ({error}); free some space, or "
+            "set K31_DATA_DIR to a disk that has it"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_columns(columns: dict[str, "np.ndarray[Any, Any]"], path: Path) -> None:
+    """The columns as one safetensors file. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(columns, path)
+    except SafetensorError as error:  # its own way to say that the file cannot be written
+        raise OSError(str(error)) from error
 
 
 def _starts(parts: list[Any]) -> "np.ndarray[Any, np.dtype[np.int64]]":

@@ -10,6 +10,8 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -33,6 +35,8 @@ class Fault:
     """Bytes that come through before `truncate`, `short`, `stall`."""
     seconds: float = 3.0
     """Of a stall."""
+    retry_after: int = 0
+    """Seconds that a 429 asks to wait."""
 
 
 @dataclass
@@ -69,6 +73,10 @@ class HubLookalike:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         """(method, path, headers) of every request."""
         self.bytes_sent: dict[str, int] = defaultdict(int)
+        self.most_at_once = 0
+        """The most files whose bytes were on their way at the same time."""
+        self._on_their_way = 0
+        self._count = threading.Lock()
         lookalike = self
 
         class Handler(_Handler):
@@ -90,6 +98,18 @@ class HubLookalike:
     def fail(self, path: str, *faults: Fault) -> None:
         """Queues faults for the file `path` (or `api` for the listing)."""
         self.faults[path].extend(faults)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Counts a file whose bytes are on their way."""
+        with self._count:
+            self._on_their_way += 1
+            self.most_at_once = max(self.most_at_once, self._on_their_way)
+        try:
+            yield
+        finally:
+            with self._count:
+                self._on_their_way -= 1
 
     def gets(self, path: str) -> list[dict[str, str]]:
         """Headers of every GET for the bytes of a file."""
@@ -221,7 +241,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         self._headers(headers)
         if send_body:
-            self._send(path, body[:length], fault)
+            with self.hub.sending():
+                self._send(path, body[:length], fault)
 
     def _send(self, path: str, body: bytes, fault: Fault | None) -> None:
         cut = fault.after if fault is not None and fault.kind in ("truncate", "stall") else len(body)
@@ -241,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _break(self, fault: Fault) -> None:
         if fault.kind == "status":
-            self._error(fault.status, "", "broken on purpose")
+            self._error(fault.status, "", "broken on purpose", retry_after=fault.retry_after)
         else:
             self.close_connection = True
             self.connection.close()
@@ -257,11 +278,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._headers({"Content-Type": "application/json", "Content-Length": str(len(body))})
         self.wfile.write(body)
 
-    def _error(self, status: int, code: str, message: str) -> None:
+    def _error(self, status: int, code: str, message: str, retry_after: int = 0) -> None:
         body = json.dumps({"error": message}).encode()
         self.send_response(status)
         self._headers({"X-Error-Code": code, "X-Error-Message": message, "Content-Length": str(len(body)),
-                       **({"Retry-After": "0"} if status == 429 else {})})  # fmt: skip
+                       **({"Retry-After": str(retry_after)} if status == 429 else {})})  # fmt: skip
         if self.command != "HEAD":
             self.wfile.write(body)
 

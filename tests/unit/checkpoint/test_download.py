@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from huggingface_hub import constants
 
 from k31core.checkpoint.download import Transfer, download_repo
 from k31core.checkpoint.download_file import partial_path
-from k31core.checkpoint.hub_listing import DownloadError, HubUnreachableError, Repo, list_repo
+from k31core.checkpoint.hub_listing import DownloadError, HubUnreachableError, Repo, asked_wait_s, list_repo
 from k31core.checkpoint.verify_files import FILES_MANIFEST, WORK_FOLDER
 from tests.hub_lookalike.server import FakeRepo, Fault, HubLookalike, git_blob_id
 
@@ -191,6 +193,43 @@ def test_an_etag_that_changes_in_the_middle_never_mixes_two_files(hub: HubLookal
 
 def test_a_listing_that_fails_is_asked_again(hub: HubLookalike, tmp_path: Path) -> None:
     hub.fail("api", Fault("status", status=503), Fault("status", status=429), Fault("drop"))
+    download_repo(repo(hub), tmp_path / "m")
+    check_content(tmp_path / "m")
+
+
+@pytest.mark.parametrize("path", [FIRST, "api"])
+def test_the_hub_says_how_long_to_wait(hub: HubLookalike, tmp_path: Path, path: str) -> None:
+    hub.fail(path, Fault("status", status=429, retry_after=2))
+    began = time.monotonic()
+    download_repo(repo(hub), tmp_path / "m")
+    assert time.monotonic() - began >= 2.0, "without the header the next try comes after half a second"
+    check_content(tmp_path / "m")
+
+
+def test_what_retry_after_may_say() -> None:
+    said = {"": 0.0, "7": 7.0, " 7 ": 7.0, "9" * 400: 300.0, "-1": 0.0, "Wed, 21 Oct 2026 07:28:00 GMT": 0.0, "٣": 0.0}
+    assert {text: asked_wait_s({"retry-after": text}) for text in said} == said
+    assert asked_wait_s({}) == 0.0
+
+
+def test_files_come_side_by_side(hub: HubLookalike, tmp_path: Path) -> None:
+    for name in sorted(NEEDED):
+        hub.fail(name, Fault("stall", after=len(FILES[name]), seconds=1.0))
+    download_repo(repo(hub), tmp_path / "m")
+    check_content(tmp_path / "m")
+    assert hub.most_at_once > 1
+
+
+def test_a_disk_that_takes_no_more_in_the_middle_is_one_error(hub: HubLookalike, tmp_path: Path) -> None:
+    """A real limit of the system on the size of a file: writing fails as on a full disk, after some bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(DownloadError, match=r"cannot be written .*free some space or choose another disk"):
+            download_repo(repo(hub), tmp_path / "m")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "m" / FIRST).exists() and not (tmp_path / "m" / FILES_MANIFEST).exists()
     download_repo(repo(hub), tmp_path / "m")
     check_content(tmp_path / "m")
 

@@ -1,6 +1,7 @@
 """The prepared data set: tokens as the tokenizer makes them, duplicates, long prompts, digests, drawing order."""
 
 import json
+import resource
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -121,6 +122,20 @@ def test_the_thinking_effort_reaches_the_template(tmp_path: Path, model_dir: Pat
     asked = PreparedSplit.open(prepare_split(file, model, tmp_path / "out", replace(SETTINGS, thinking_effort="7")))
     assert default.prompt(0).tokens[1:] == asked.prompt(0).tokens[1:]
     assert default.prompt(0).tokens[0] != asked.prompt(0).tokens[0]
+
+
+def test_a_disk_that_takes_no_more_is_one_error(tmp_path: Path, model_dir: Path) -> None:
+    """A real limit of the system on the size of a file: writing fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = source(tmp_path, SUMS)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(DataError, match=r"prepared data set of .* MB cannot be written .*free some space"):
+            prepare_split(file, model_dir, tmp_path / "out", SETTINGS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "out").iterdir()), "nothing half-written is left"
+    assert len(PreparedSplit.open(prepare_split(file, model_dir, tmp_path / "out", SETTINGS))) == 25
 
 
 def test_a_damaged_prepared_file_is_refused(tmp_path: Path, model_dir: Path) -> None:
