@@ -31,7 +31,9 @@ class Item:
 
 def tests(name: str, file: str, limit_s: int, *, marker: str = "gpu") -> Item:
     """A file of tests; `-m` because they are left out by default."""
-    return Item(name, ("-m", "pytest", "-m", marker, "-q", "--durations=5", "-p", "no:cacheprovider", file), limit_s)
+    return Item(
+        name, ("-m", "pytest", "-m", marker, "-q", "-s", "--durations=5", "-p", "no:cacheprovider", file), limit_s
+    )
 
 
 ITEMS = (

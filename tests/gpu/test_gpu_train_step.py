@@ -10,7 +10,11 @@ from k31core.train.step import optimizer_step
 from tests.unit.train.small_trainer import rollout, small_trainer
 from tests.unit.train.test_step import GradientRecorder
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("bounded", "few_candidates"),
+]
 CUDA = ("train.device=cuda", "cluster.gpus_per_node=1")
 
 
@@ -33,14 +37,15 @@ def gradients(trainer, samples):
 
 
 @pytest.mark.parametrize("dtype,gradient,loss", [("float32", 2e-4, 1e-4), ("bfloat16", 0.15, 0.05)])
-def test_step_on_the_gpu_equals_the_cpu(dtype, gradient, loss):
+def test_step_on_the_gpu_equals_the_cpu(dtype, gradient, loss, say):
     reference = live(small_trainer())
     samples = rollout(reference, 1, count=16)
     expected, wanted = gradients(reference, samples)
+    say("CPU step done")
     found, metrics = gradients(live(small_trainer(f"model.dtype={dtype}", *CUDA)), samples)
     total = torch.cat([g.flatten() for g in expected]).norm()
     difference = torch.cat([(a - b).flatten() for a, b in zip(found, expected, strict=True)]).norm()
-    print(f"{dtype}: gradient off by {float(difference / total):.2e}, loss {metrics['train/loss']:.6f} "
+    say(f"{dtype}: gradient off by {float(difference / total):.2e}, loss {metrics['train/loss']:.6f} "
           f"against {wanted['train/loss']:.6f}")  # fmt: skip
     assert difference < gradient * total
     assert metrics["train/loss"] == pytest.approx(wanted["train/loss"], abs=loss)
@@ -49,15 +54,17 @@ def test_step_on_the_gpu_equals_the_cpu(dtype, gradient, loss):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_on_the_gpu_train_export_and_restore(tmp_path, dtype):
+def test_steps_on_the_gpu_train_export_and_restore(tmp_path, dtype, say):
     trainer = small_trainer(f"model.dtype={dtype}", *CUDA)
     samples = rollout_on(trainer)
     first = trainer.train(samples)
+    say("first step", first.metrics["train/loss"])
     assert first.proof.startswith("first step: all")
     trainer.export(tmp_path, optimizer=True)
     other = small_trainer(f"model.dtype={dtype}", *CUDA)
     assert other.restore(tmp_path).not_restored == ()
     assert other.digest() == trainer.digest()
+    say("restored")
     for a, b in zip(other.optimizer.state_slots(), trainer.optimizer.state_slots(), strict=True):
         assert torch.equal(a.tensor, b.tensor)
     assert len(trainer.score([1, 2, 3, 4])) == 3

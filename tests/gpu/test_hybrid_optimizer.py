@@ -8,7 +8,11 @@ import torch
 from k31core.parallel.sharding import Shard, Slot, Stored
 from k31core.train.adamw import AdamSettings, AdamW
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("bounded"),
+]
 SHAPES = [(64, 96), (1, 8, 128), (16, 8, 32), (96, 8), (8, 1, 256)]
 SETTINGS = AdamSettings(0.9, 0.98, 1e-8, 0.1)
 
@@ -30,7 +34,8 @@ def gradients(step):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision_aware", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_hybrid_follows_plain_adamw_and_reads_its_save(dtype, precision_aware, overlap):
+def test_hybrid_follows_plain_adamw_and_reads_its_save(dtype, precision_aware, overlap, say):
+    say(dtype, f"precision_aware {precision_aware}, overlap {overlap}")
     from k31core.train.hybrid import HybridAdamW
 
     plain = AdamW(make_slots(dtype), SETTINGS)
@@ -73,7 +78,7 @@ def test_hybrid_follows_plain_adamw_and_reads_its_save(dtype, precision_aware, o
         assert torch.allclose(a.tensor.float(), b.tensor.float(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_gpu_memory_of_the_two_ways_to_keep_masters():
+def test_gpu_memory_of_the_two_ways_to_keep_masters(say):
     """Precision-aware keeps no fp32 copy of the off-loaded factors on the GPU."""
     from k31core.train.hybrid import HybridAdamW
 
@@ -93,4 +98,4 @@ def test_gpu_memory_of_the_two_ways_to_keep_masters():
         used[precision_aware] = torch.cuda.memory_allocated() - before
         del optimizer, factor
     assert used[False] - used[True] >= 4 * shape[0] * shape[1]
-    print(f"extra GPU bytes: precision-aware off {used[False]}, on {used[True]}")
+    say(f"extra GPU bytes: precision-aware off {used[False]}, on {used[True]}")

@@ -19,7 +19,7 @@ from k31core.model.config import load_config
 from k31core.model.decoder import Decoder
 from k31core.model.lora import trainable_slots
 from k31core.model.weight_names import adapter_slots, base_slots
-from k31core.parallel.groups import build_mesh, destroy_mesh
+from k31core.parallel.groups import build_mesh
 from k31core.parallel.mesh import SINGLE, stage_layers
 from k31core.parallel.sharding import Shard
 from k31core.recipe.train import ParallelRecipe
@@ -97,16 +97,6 @@ def take_step(rank: int, world: int, case: Case, layout: ParallelRecipe) -> Outc
         for slot, gradient in zip(optimizer.slots, optimizer.seen, strict=True)
     ]
     return Outcome(result.metrics, parts)
-
-
-def take_steps(rank: int, world: int, pairs: list[tuple[Case, ParallelRecipe]]) -> list[Outcome]:
-    """`take_step` for one case and layout after the other, in the same processes."""
-    outcomes = []
-    for case, layout in pairs:
-        outcomes.append(take_step(rank, world, case, layout))
-        if world > 1:
-            destroy_mesh()
-    return outcomes
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
