@@ -69,6 +69,10 @@ def _prepare_model(recipe: Recipe, home: Home) -> Path:
         from tasks.download import download_model
 
         return Path(download_model(recipe.model.model_dump(mode="json"), str(home.models))["directory"])
+    if recipe.model.source is ModelSource.RANDOM:
+        raise ModelMissingError(
+            "model.source 'random' is for measuring speed (python -m tests.gpu.run_1xh200): a run cannot learn from it"
+        )
     return _local_model(recipe, home.models)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from k31core.convert.tiny_tokenizer import BOS, EOS, PAD, VOCABULARY
 from k31core.model.decoder import Decoder
@@ -122,24 +122,26 @@ def _quantization() -> dict[str, Any]:
 def init_weights(decoder: Decoder, seed: int) -> None:
     """First values of every weight, from `seed` and the order of the parameters."""
     generator = torch.Generator().manual_seed(seed)
-
-    def normal(parameter: Tensor, std: float) -> None:
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-
-    depth = (2 * decoder.config.num_hidden_layers) ** -0.5
     for name, parameter in decoder.named_parameters():
-        kind = name.rsplit(".", 2)[-2]
-        if name.endswith("dt_bias"):
-            # log decay = -5 sigmoid(x + bias): from about -0.01 (long memory) to -1.3 (short) a token
-            parameter.copy_(torch.rand(parameter.shape, generator=generator) * 5 - 6)
-        elif name.endswith("A_log") or "res_proj" in kind:
-            parameter.zero_()
-        elif "conv1d" in kind:
-            parameter.copy_((torch.rand(parameter.shape, generator=generator) * 2 - 1) * parameter.shape[-1] ** -0.5)
-        elif "norm" in kind:
-            nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
-        elif kind == "embed_tokens":
-            normal(parameter, 0.5)
-        else:
-            out = kind in ("o_proj", "down_proj", "routed_expert_up_proj") or name.endswith("w2_dense")
-            normal(parameter, parameter.shape[-1] ** -0.5 * (depth if out else 1.0))
+        parameter.copy_(first_value(name, parameter.shape, decoder.config.num_hidden_layers, generator))
+
+
+def first_value(name: str, shape: torch.Size, layers: int, generator: torch.Generator) -> Tensor:
+    """First value fp32 of the parameter `name` in a model of `layers` layers, on the generator's device."""
+    at = {"generator": generator, "device": generator.device}
+    kind = name.rsplit(".", 2)[-2]
+    if name.endswith("dt_bias"):
+        # log decay = -5 sigmoid(x + bias): from about -0.01 (long memory) to -1.3 (short) a token
+        return torch.rand(shape, **at) * 5 - 6
+    if name.endswith(("A_log", "e_score_correction_bias")) or "res_proj" in kind:
+        return torch.zeros(shape, device=generator.device)
+    if "conv1d" in kind:
+        return (torch.rand(shape, **at) * 2 - 1) * shape[-1] ** -0.5
+    if "norm" in kind:
+        value = torch.zeros if name.endswith("bias") else torch.ones
+        return value(shape, device=generator.device)
+    if kind == "embed_tokens":
+        return torch.randn(shape, **at) * 0.5
+    depth = (2 * layers) ** -0.5
+    out = kind in ("o_proj", "down_proj", "routed_expert_up_proj") or name.endswith("w2_dense")
+    return torch.randn(shape, **at) * (shape[-1] ** -0.5 * (depth if out else 1.0))

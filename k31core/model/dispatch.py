@@ -31,7 +31,10 @@ def dispatch(x: Tensor, indices: Tensor, num_experts: int, ep: Axis) -> Dispatch
     """Send each token's latent row `x [T, L]` to its experts `indices [T, k]` (global numbers)."""
     flat = indices.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)
+    # not bincount: it waits for the device to learn the largest number
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
     rows = x.index_select(0, order // indices.shape[1])
     if ep.size == 1:
         return Dispatched(rows, counts, order, None, None, None)

@@ -22,6 +22,8 @@ class ModelSource(StrEnum):
     """Already under the model directory; verified, never downloaded."""
     TINY = "tiny"
     """Made on this machine by the tiny checkpoint's maker, cached by content."""
+    RANDOM = "random"
+    """Random weights at real widths, made where they are measured: for speed, nothing can be learnt from them."""
 
 
 class TinyCheckpoint(Section):
@@ -42,6 +44,35 @@ class TinyCheckpoint(Section):
     """Everything about the tiny checkpoint follows from this seed and the fields above."""
 
 
+class RandomCheckpoint(Section):
+    """Sizes of a checkpoint of random weights. The defaults are the published widths with fewer layers and experts."""
+
+    num_hidden_layers: int = Field(8, ge=4)
+    """Every fourth layer and the last have full attention, the first a dense feed-forward."""
+    num_experts: int = Field(112, ge=1)
+    """One rank's share of the published 896 under EP8."""
+    num_experts_per_token: int = Field(16, ge=1)
+    hidden_size: int = Field(7168, ge=32, multiple_of=32)
+    intermediate_size: int = Field(33792, ge=32)
+    vocab_size: int = Field(163840, ge=32)
+    num_heads: int = Field(96, ge=1)
+    """Of MLA and of KDA."""
+    kda_head_dim: int = Field(128, ge=8)
+    q_lora_rank: int = Field(1536, ge=8)
+    kv_lora_rank: int = Field(512, ge=8)
+    qk_nope_head_dim: int = Field(128, ge=8)
+    qk_rope_head_dim: int = Field(64, ge=8)
+    v_head_dim: int = Field(128, ge=8)
+    index_n_heads: int = Field(32, ge=1)
+    index_head_dim: int = Field(128, ge=8)
+    index_topk: int = Field(2048, ge=1)
+    routed_expert_hidden_size: int = Field(3584, ge=32, multiple_of=32)
+    moe_intermediate_size: int = Field(3072, ge=32, multiple_of=32)
+    attn_res_block_size: int = Field(4, ge=1)
+    """The published 12 would leave 8 layers with a single snapshot."""
+    seed: int = 0
+
+
 class ModelRecipe(Section):
     """The base checkpoint: frozen in training, read as published."""
 
@@ -54,7 +85,7 @@ class ModelRecipe(Section):
     """Hub repository, e.g. `moonshotai/Kimi-K3.1` (source `hub`)."""
     revision: str | None = None
     """Commit or branch; a branch is resolved to a commit and recorded."""
-    variant: Literal["full", "4layer", "tiny"] = "full"
+    variant: Literal["full", "4layer", "tiny", "scaled"] = "full"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Arithmetic of everything but fp32 islands (norm statistics, router, decay, log-probs)."""
     ref_load: Literal["native", "torch_dist"] = "native"
@@ -62,6 +93,7 @@ class ModelRecipe(Section):
     trust_remote_code: bool = False
     """Let the tokenizer's own Python files run. Needs a full commit as `revision`."""
     tiny: TinyCheckpoint | None = None
+    random: RandomCheckpoint | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -69,6 +101,10 @@ class ModelRecipe(Section):
             raise ValueError("model.repo is missing: source 'hub' needs a repository, e.g. moonshotai/Kimi-K3.1")
         if (self.source is ModelSource.TINY) != (self.tiny is not None):
             raise ValueError(f"model.tiny must be given exactly when model.source is 'tiny' (source is {self.source})")
+        if (self.source is ModelSource.RANDOM) != (self.random is not None):
+            raise ValueError(
+                f"model.random must be given exactly when model.source is 'random' (source is {self.source})"
+            )
         pinned = self.revision is not None and len(self.revision) == 40
         if self.trust_remote_code and not pinned:
             raise ValueError(

@@ -26,6 +26,8 @@ class EngineRecipe(Section):
     """CPU threads of the embedded engine (part of the recipe: bits depend on it)."""
     row_multiple: int = Field(8, ge=1)
     """Rows of every matrix product are padded to a multiple of this, so a result does not depend on its batch."""
+    cuda_graphs: bool = False
+    """The embedded engine on a GPU replays captured decoding steps; on a CPU this changes nothing."""
     prefill_chunk_tokens: int = Field(2048, ge=1)
     max_total_tokens: int = Field(262144, ge=1)
     """Tokens in the KV cache, per attention-DP group."""

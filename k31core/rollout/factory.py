@@ -19,6 +19,6 @@ async def build_engine(
         from k31core.rollout.engines.embedded.from_recipe import open_embedded
 
         return await open_embedded(resolved.recipe, model_dir, base_digest)
-    from k31core.rollout.engines.sglang import open_sglang
+    from k31core.rollout.engines.sglang.open import open_sglang
 
     return await open_sglang(resolved, model_dir, log_dir)

@@ -9,7 +9,7 @@ from k31core.recipe.load import load_recipe, resolve
 from k31core.rollout.engine import Engine
 from k31core.rollout.engines.embedded.core import Limits
 from k31core.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from k31core.rollout.engines.sglang import open_sglang
+from k31core.rollout.engines.sglang.open import open_sglang
 from tests.contract.engine_cases import ALPHA, LIMITS, MODEL, RANK
 from tests.sglang_standin.server import Standin, serving
 

@@ -19,9 +19,9 @@ from k31core.model.build import LoraSpec
 from k31core.recipe.load import load_recipe, resolve
 from k31core.rollout.engine import AdapterRefusedError, EngineError, StaleVersionError
 from k31core.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from k31core.rollout.engines.sglang import open_sglang
 from k31core.rollout.engines.sglang.adapter_files import sglang_name
 from k31core.rollout.engines.sglang.engine import SglangEngine
+from k31core.rollout.engines.sglang.open import open_sglang
 from k31core.rollout.engines.sglang.payload import PayloadError
 from k31core.sync.buckets import EngineRank, InFlight
 from k31core.sync.cuda_ipc import BaseStream, IpcExporter, checksums_of

@@ -13,6 +13,7 @@ from k31core.rollout.engine import EngineError
 from k31core.rollout.engines.embedded.attention import BLOCK
 from k31core.rollout.engines.embedded.cache import Caches, PromptState, page_count
 from k31core.rollout.engines.embedded.forward import CachedDecoder, Piece, StepInput
+from k31core.rollout.engines.embedded.graphs import decode_graphs
 from k31core.rollout.engines.embedded.prompts import PromptJob, PromptWork, packed_bits, prompt_key
 from k31core.rollout.engines.embedded.sampler import Drawn, draw
 from k31core.rollout.engines.embedded.scheduler import Running, Scheduler
@@ -34,7 +35,8 @@ class Limits:
 class EngineCore:
     """Requests in, completions out. `advance` is to be called until `busy` is false."""
 
-    def __init__(self, decoder: CachedDecoder, limits: Limits) -> None:
+    def __init__(self, decoder: CachedDecoder, limits: Limits, *, cuda_graphs: bool = False) -> None:
+        """`cuda_graphs`: replay captured decoding steps where that is possible (never on a CPU)."""
         self._decoder, self.limits = decoder, limits
         self._multiple = decoder.row_multiple
         self._build = decoder.model.build
@@ -43,6 +45,7 @@ class EngineCore:
         self.scheduler = Scheduler(limits.max_concurrent_requests, pages, BLOCK)
         self.prompts = PromptWork(decoder, limits.prefill_chunk_tokens, limits.keep_prompts)
         self.caches = Caches(decoder.config, rows, pages, self._build.dtype, self._build.device)
+        self._graphs = decode_graphs(decoder, self.caches, wanted=cuda_graphs)
         self._last_token = np.zeros(rows, dtype=np.int64)
         self._position = np.zeros(rows, dtype=np.int64)
         self._page_table = np.zeros((rows, pages), dtype=np.int64)
@@ -184,7 +187,10 @@ class EngineCore:
             self._to_device(self._page_table[:padded, :blocks]),
         )
         selected: list[Tensor] | None = [] if any(r.request.params.return_selection for r in rows) else None
-        logits, routing = self._decoder.decode(step, self.caches, selected)
+        if self._graphs is not None and selected is None:
+            logits, routing = self._graphs.decode(step)
+        else:
+            logits, routing = self._decoder.decode(step, self.caches, selected)
         if selected is not None:
             self._record_selection(rows, packed_bits(selected))
         routing_np = routing[:count].cpu().numpy()

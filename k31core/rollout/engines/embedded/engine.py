@@ -47,6 +47,8 @@ class EmbeddedOptions:
     threads: int = 1
     """CPU threads; bits depend on it."""
     row_multiple: int = 8
+    cuda_graphs: bool = False
+    """Replay captured decoding steps on a GPU."""
     base_digest: str | None = None
     """Identity of the base; an adapter whose manifest names another one is refused."""
 
@@ -151,8 +153,10 @@ class EmbeddedEngine:
             self._require_alive()
             if self._core is None:
                 assert self._decoder is not None
-                decoder, limits = self._decoder, self._options.limits
-                self._core = await self._in_thread(lambda: EngineCore(CachedDecoder(decoder), limits))
+                decoder, options = self._decoder, self._options
+                self._core = await self._in_thread(
+                    lambda: EngineCore(CachedDecoder(decoder), options.limits, cuda_graphs=options.cuda_graphs)
+                )
 
     async def health(self) -> EngineHealth:
         """A moment's view; never raises."""

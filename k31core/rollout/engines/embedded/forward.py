@@ -74,6 +74,11 @@ class CachedDecoder:
         self._mla_number = {index: number for number, index in enumerate(self.config.mla_layers)}
         self.index_topk = 0 if self.config.dsa is None else self.config.dsa.topk
 
+    @property
+    def batches_experts(self) -> bool:
+        """All experts of a layer are computed in one product (small models)."""
+        return bool(self._batched_experts)
+
     def decode(self, step: StepInput, caches: Caches, selected: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """(logits fp32 `[B, V]`, experts chosen int16 `[B, L, k]`); the caches gain one token a row.
 

@@ -28,5 +28,6 @@ def embedded_options(recipe: Recipe, base_digest: str | None = None) -> Embedded
         device=recipe.train.device,
         threads=engine.threads,
         row_multiple=engine.row_multiple,
+        cuda_graphs=engine.cuda_graphs,
         base_digest=base_digest,
     )
