@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from k31core.convert.tiny_tokenizer import prompt_tokens, write_tokenizer
 from k31core.rollout.data import COLUMNS_FILE, MANIFEST_FILE, PreparedSplit, PromptStream
 from k31core.rollout.dataset_file import DataError
 from k31core.rollout.prepare_data import PrepareSettings, prepare_split
+from k31core.rollout.tokenizer import TokenizerError, load_tokenizer
 
 SETTINGS = PrepareSettings(split="train", max_prompt_tokens=32)
 
@@ -110,6 +112,23 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path, model_dir:
         prepare_split(source(tmp_path, SUMS), bare, tmp_path / "out", SETTINGS)
     with pytest.raises(DataError, match="its tokenizer cannot be loaded"):
         prepare_split(source(tmp_path, SUMS), tmp_path / "nothing", tmp_path / "out", SETTINGS)
+
+
+def test_python_of_a_checkpoint_runs_only_when_it_is_trusted(tmp_path: Path, model_dir: Path) -> None:
+    model, canary = tmp_path / "model", tmp_path / "executed"
+    shutil.copytree(model_dir, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", "tokenization_own.Own"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, **own}))
+    code = (
+        f"from pathlib import Path\nfrom transformers import PreTrainedTokenizerFast\nPath({str(canary)!r}).touch()\n"
+    )
+    (model / "tokenization_own.py").write_text(code + "class Own(PreTrainedTokenizerFast):\n    pass\n")
+    with suppress(TokenizerError):  # refused, or read without its code: transformers decides which
+        load_tokenizer(model)
+    assert not canary.exists()
+    load_tokenizer(model, trust_remote_code=True)
+    assert canary.exists(), "the code would have run"
 
 
 def test_the_thinking_effort_reaches_the_template(tmp_path: Path, model_dir: Path) -> None:

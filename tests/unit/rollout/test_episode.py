@@ -1,11 +1,13 @@
 """One rollout step: order, seeds, dynamic sampling, states, the token budget, faults."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from k31core.rl.types import PromptState
+from k31core.rl.types import GradeReason, PromptState, Verdict
 from k31core.rollout.episode import NothingToLearnError, draw_prompts, run_step, sample_seed
+from k31core.rollout.reward import audit
 from k31core.rollout.step_metrics import step_metrics
 from tests.unit.rollout.scripted import LabelSource, ScriptedEngine, ScriptedGrader, plan, rewarder
 
@@ -127,6 +129,23 @@ def test_graders_named_by_the_recipe_and_truncation():
     assert [s.verdict.deepscaler for s in forced.groups[0].samples] == [1, 1]
     metrics = step_metrics(forced, seconds=1.0, devices=1)
     assert metrics["rollout/truncated_ratio"] == 1.0 and metrics["reward/truncated"] == 2
+
+
+def test_the_audit_tells_a_weak_policy_from_a_weak_grader():
+    """Every reason has its own count, also when it is 0; time-outs and grader errors are never among the wrong ones."""
+    reasons = ["correct", "wrong", "no_box", "timed_out", "timed_out", "grader_error"]
+    samples = [
+        SimpleNamespace(
+            verdict=Verdict(deepscaler=int(reason == "correct"), math_verify=1, reason=GradeReason(reason)),
+            completion=SimpleNamespace(truncated=reason == "no_box"),
+        )
+        for reason in reasons
+    ]
+    counts = audit(samples)
+    expected = dict.fromkeys((f"reward/{reason.value}" for reason in GradeReason), 0.0)
+    expected |= {"reward/correct": 1, "reward/wrong": 1, "reward/no_box": 1, "reward/timed_out": 2}
+    expected |= {"reward/grader_error": 1, "reward/truncated": 1, "reward/disagreement_rate": 5 / 6}
+    assert counts == expected
 
 
 class _Truncating(ScriptedEngine):

@@ -171,6 +171,36 @@ def test_evaluation_metrics_and_table(prepared, tmp_path):
     assert set(table["problems"][0]) >= {"prompt_id", "label", "right", "truncated", "first_answer"}
 
 
+def test_a_worker_for_an_evaluation_needs_no_training_prompts(prepared, tmp_path):
+    """`k31 eval`: the held-out set alone, the base before any adapter, a table named after how it was asked."""
+    model, data, adapter = prepared
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "heldout").symlink_to((data / "heldout").resolve())
+    overrides = (*OVERRIDES, "eval.name=aime-2024", "eval.samples_per_prompt=3", "eval.temperature=0.5")
+    text = load_recipe("tiny", overrides).model_dump_json()
+
+    async def main():
+        worker = RolloutWorker(text, str(tmp_path), str(model), str(tmp_path / "data"), evaluate_only=True)
+        try:
+            assert await worker.start() == {"train_prompts": 0, "heldout_prompts": 21}
+            with pytest.raises(ValueError, match="no training prompts"):
+                await worker.run(1, None, -1, None)
+            base = await worker.evaluate(0, -1)
+            digest = (await worker.load_adapter(str(adapter), 7))["digest"]
+            return base, await worker.evaluate(7, 7), digest
+        finally:
+            await worker.close()
+
+    base, after, digest = asyncio.run(main())
+    assert set(base) == set(after) >= {"eval/aime-2024", "eval/aime-2024/pass@1", "eval/aime-2024/pass@3"}
+    tables = [json.loads(path.read_text()) for path in sorted((tmp_path / "eval").iterdir())]
+    names = [f"aime-2024-step-0000{step}-n3-t0.5.json" for step in (0, 7)]
+    assert [path.name for path in sorted((tmp_path / "eval").iterdir())] == names
+    assert [(t["policy_version"], t["adapter_digest"]) for t in tables] == [(-1, None), (7, digest)]
+    assert all((t["samples_per_prompt"], t["temperature"]) == (3, 0.5) and len(t["problems"]) == 3 for t in tables)
+    assert all(len(problem["reasons"]) == problem["samples"] == 3 for problem in tables[1]["problems"])
+
+
 def test_pass_at_k_is_the_unbiased_estimate():
     """Against the average over all subsets."""
     from itertools import combinations
