@@ -17,7 +17,7 @@ import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from k31core.model.build import LoraSpec
+from k31core.model.build import LORA_TARGETS, LoraSpec
 from k31core.model.weight_names import base_slots
 from k31core.rollout.engine import AdapterRefusedError, EngineError
 from k31core.rollout.engines.embedded.core import Limits
@@ -67,7 +67,7 @@ class Standin:
 
     async def load(self, body: dict[str, Any]) -> Response:
         def write(target: Path) -> None:
-            to_logical(Path(body["lora_path"]), target, rank=self.lora.rank, alpha=self.lora.alpha)
+            to_logical(Path(body["lora_path"]), target, self.lora)
 
         return await self._load(body, write)
 
@@ -80,7 +80,7 @@ class Standin:
             wrong = differing(tensors, body["expected_checksums"]) if body.get("expected_checksums") else []
             if wrong:
                 raise ValueError(f"[LORA-CHECK] adapter sync MISMATCH: {wrong[:5]}")
-            write_logical(tensors, body["config_dict"], target, rank=self.lora.rank, alpha=self.lora.alpha)
+            write_logical(tensors, body["config_dict"], target, self.lora)
 
         return await self._load(body, write)
 
@@ -247,7 +247,10 @@ async def serving(standin: Standin, port: int = 0) -> AsyncIterator[str]:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    lora = LoraSpec(arguments.max_lora_rank, arguments.lora_alpha)
+    targets = os.environ.get("K31_STANDIN_TARGETS")
+    lora = LoraSpec(
+        arguments.max_lora_rank, arguments.lora_alpha, tuple(targets.split(",")) if targets else LORA_TARGETS
+    )
     limits = Limits(64, arguments.max_total_tokens, 2048)
     engine = await EmbeddedEngine.open(Path(arguments.model_path), EmbeddedOptions(limits, lora))
     try:
