@@ -6,8 +6,10 @@ By hand: `python tests/bench/bench_convert.py [DIRECTORY] [--experts 48]`; needs
 import argparse
 import json
 import os
+import resource
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -70,16 +72,24 @@ def main() -> None:
     make_source(root / "mxfp4", arguments.experts, shards=4)
     output = arguments.experts * 3 * 3584 * 3072 * 2
     disk = plain_write_rate(root, output)
-    begun = time.perf_counter()
-    convert_to_bf16(root / "mxfp4", root / "bf16", workers=arguments.workers)
-    rate = output / (time.perf_counter() - begun)
-    begun = time.perf_counter()
-    verify_bf16(root / "mxfp4", root / "bf16")
-    verify = output / (time.perf_counter() - begun)
-    print(f"output {output / 1e9:.2f} GB, {arguments.workers} workers")
-    print(f"plain writes {disk / 1e6:.0f} MB/s; conversion {rate / 1e6:.0f} MB/s, ratio {rate / disk:.2f}")
-    print(f"verify {verify / 1e6:.0f} MB/s of BF16")
+    print(f"output {output / 1e9:.2f} GB, {arguments.workers} workers, load {os.getloadavg()[0]:.1f}")
+    seconds, cpu = measured(lambda: convert_to_bf16(root / "mxfp4", root / "bf16", workers=arguments.workers))
+    print(
+        f"plain writes {disk / 1e6:.0f} MB/s; conversion {output / seconds / 1e6:.0f} MB/s, "
+        f"ratio {output / seconds / disk:.2f}, {output / cpu / 1e6:.0f} MB per CPU second"
+    )
+    seconds, cpu = measured(lambda: verify_bf16(root / "mxfp4", root / "bf16", workers=arguments.workers))
+    print(f"verify {output / seconds / 1e6:.0f} MB/s of BF16, {output / cpu / 1e6:.0f} MB per CPU second")
     shutil.rmtree(root)
+
+
+def measured(work: Callable[[], object]) -> tuple[float, float]:
+    """(seconds, CPU seconds of the processes that it started)."""
+    begun, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    work()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - begun, cpu
 
 
 if __name__ == "__main__":
