@@ -13,6 +13,7 @@ from k31core.rl.types import GenerateRequest, Group, Prompt, Sample, SamplingPar
 from k31core.rl.types import GradeReason as Reason
 from k31core.rollout.engines.embedded.core import EngineCore, Limits
 from k31core.rollout.engines.embedded.forward import CachedDecoder
+from k31core.rollout.episode import StepPlan
 from k31core.rollout.records import read_groups, write_groups
 from k31core.train.samples import IndexerReplayError
 from k31core.train.trainer import build_trainer
@@ -152,3 +153,9 @@ def test_k3_has_no_indexer_and_says_so(tmp_path):
     directory = write_checkpoint(tmp_path / "k3", config_of(layers=3, mla=(3,), k31=False))
     with pytest.raises(RecipeError, match="is a kimi_k3 checkpoint: no DSA indexer"):
         build_trainer(load_recipe("tiny", [*OVERRIDES, ON]), directory)
+
+
+def test_the_recipe_asks_the_engine_for_it_and_by_default_does_not():
+    for overrides, wanted in (([], False), ([ON], True)):
+        plan = StepPlan.of(load_recipe("tiny", overrides), 1, 0, (2,))
+        assert plan.params.return_selection is wanted
