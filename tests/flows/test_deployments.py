@@ -36,6 +36,15 @@ try:
 except DeployError as error:
     print(error)
 """
+LOCKED = """
+import sys
+from k31core.checkpoint.lock import LockedError
+from tasks.run_directory import Request, open_run
+try:
+    open_run(Request("tiny", save_dir=sys.argv[1], run_id="cancelled", resume=True))
+except LockedError as error:
+    print(error)
+"""
 NOTHING_TO_RESUME = """
 import pathlib, sys
 from tasks.run_directory import newest_unfinished
@@ -147,7 +156,11 @@ def test_a_cancel_saves_what_is_whole_and_is_not_taken_up_again(lab, served: str
     lab.fault("cancelled", "rollout", "hang 5")
     flow_run = create_run(lab, served, lab.parameters("cancelled", steps=6))
     lab.wait_for("cancelled", "sync", 4)
-    time.sleep(0.5)
+    command = [sys.executable, "-c", LOCKED, str(lab.runs)]
+    second = subprocess.run(
+        command, cwd=ROOT, env=lab.environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "is in use by process" in second.stdout, "another flow run on this directory is told who holds it"
     lab.post(f"/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}})
     wait_for_state(lab, flow_run, {"Cancelled"})
     saved, stop = lab.ledger("cancelled")[-2:]
