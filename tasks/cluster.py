@@ -21,6 +21,7 @@ from k31core.checkpoint.lock import holder
 from k31core.cluster import actors
 from k31core.cluster.actors import WorkerLostError, WorkerSpec
 from k31core.cluster.engine_nodes import EngineRun, needs_node_workers, require_servers, start_engine_nodes
+from k31core.cluster.preflight import stale_placement_groups
 from k31core.observe.jsonl import write_atomic
 from k31core.observe.ledger import Phase
 from k31core.recipe.load import override_recipe
@@ -88,9 +89,12 @@ def _place(run: Run) -> tuple[list[WorkerSpec], WorkerSpec, Any]:
     bundles = [_bundle(spec) for spec in [*trainer_specs, engine_spec]]
     for left in release_leftovers(run):
         get_run_logger().info("took down the workers of %s, which nobody works on", left)
-    group = actors.ensure_placement_group(
-        group_name(run.store.root), bundles, spread=False, timeout_s=run.recipe.cluster.bringup_timeout_s
-    )
+    own, timeout_s = group_name(run.store.root), run.recipe.cluster.bringup_timeout_s
+    try:
+        group = actors.ensure_placement_group(own, bundles, spread=False, timeout_s=timeout_s)
+    except actors.ClusterError as error:
+        others = stale_placement_groups(dict.fromkeys(actors.group_names(), "living"), str(run.store.root))
+        raise actors.ClusterError("\n".join([str(error), *(f"  {other}" for other in others)])) from error
     return trainer_specs, engine_spec, group
 
 
@@ -188,7 +192,8 @@ def worker_specs(run: Run) -> tuple[list[WorkerSpec], WorkerSpec]:
         fingerprint=fingerprint,
         bundle=world_size,
         num_cpus=recipe.cluster.cpus_per_engine,
-        environment=_environment(run, recipe.rollout.engine.threads),
+        # it asks Ray for no card of its own, and its servers see all of the node
+        environment={**_environment(run, recipe.rollout.engine.threads), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
         concurrent=True,
     )
     return trainers, engine
@@ -271,6 +276,15 @@ def _start_new(run: Run) -> None:
     """Load the model in every worker that is new, all at once."""
     assert run.engine is not None
     new = [worker for worker in [*run.trainers, run.engine] if not worker.attached]
+    if run.recipe.cluster.colocate and run.recipe.train.device == "cuda":
+        # the engine fills what is free on the cards when it starts
+        if run.engine.attached:
+            run.call_engine("sleep")
+        if run.trainers and not run.trainers[0].attached:
+            actors.call_together(run.trainers, "start", timeout_s=run.recipe.rollout.engine.startup_timeout_s)
+        if run.trainers:
+            run.call_trainers("offload")
+        new = [worker for worker in new if worker is run.engine]
     calls = [worker.submit("start") for worker in new]
     timeout_s = run.recipe.rollout.engine.startup_timeout_s
     prefix = f"{run.store.root}:"

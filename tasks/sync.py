@@ -37,10 +37,13 @@ def sync(run: Run, step: int) -> dict[str, Any]:
     """
     with run.phase(Phase.SYNC, step) as outputs:
         by = run.recipe.sync.transport
+        ours = _canary_of_trainer(run)
+        if run.recipe.cluster.colocate:
+            run.call_trainers("offload")  # before the engine takes its memory back
         publish = {"cuda_ipc": publish_handles, "nccl": publish_broadcast}.get(by, publish_files)
         published = publish(run, step)
         metrics: dict[str, Any] = {SYNC_BYTES: published.bytes}
-        metrics.update(_canary(run))
+        metrics.update(_canary(run, ours))
         metrics[HOST_RSS_MB] = _resident_mb(run)
         outputs.update(digest=published.digest, transport=by, metrics=metrics)
     return dict(outputs)
@@ -173,18 +176,30 @@ def canary_tokens(vocab_size: int, length: int) -> list[int]:
     return [(7 * position + 3) % vocab_size for position in range(length)]
 
 
-def _canary(run: Run) -> dict[str, float]:
+def _canary_of_trainer(run: Run) -> Sequence[float]:
+    """The trainer's log-probs of the fixed trajectory, while its weights are on the card; empty when it is off."""
     length = run.recipe.sync.canary_tokens
     if length < 2:
+        return ()
+    if run.recipe.cluster.colocate:
+        run.call_engine("sleep")
+        run.call_trainers("onload")
+    scores: Sequence[float] = run.call_trainers("score", _canary_tokens(run))[0]
+    return scores
+
+
+def _canary(run: Run, ours: Sequence[float]) -> dict[str, float]:
+    if not ours:
         return {}
-    assert run.prepared is not None
-    tokens = canary_tokens(_vocab_size(run.prepared.model_dir), length)
-    ours: Sequence[float] = run.call_trainers("score", tokens)[0]
-    theirs: Sequence[float] = run.call_engine("score", tokens)
+    theirs: Sequence[float] = run.call_engine("score", _canary_tokens(run))
     if len(ours) != len(theirs):
         raise SyncError(f"the canary has {len(ours)} log-probs in the trainer, {len(theirs)} in the engine")
-    differences = [abs(a - b) for a, b in zip(ours, theirs)]
-    return {CANARY_ABS_DIFF: max(differences, key=lambda d: (d != d, d))}  # NaN is the worst, not the least
+    return {CANARY_ABS_DIFF: max(abs(a - b) for a, b in zip(ours, theirs))}
+
+
+def _canary_tokens(run: Run) -> list[int]:
+    assert run.prepared is not None
+    return canary_tokens(_vocab_size(run.prepared.model_dir), run.recipe.sync.canary_tokens)
 
 
 def _vocab_size(model_dir: Path) -> int:

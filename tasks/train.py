@@ -25,6 +25,7 @@ def train(run: Run, step: int, rollout_dir: str, incarnation: str) -> dict[str, 
     """
     if run.recipe.cluster.colocate:
         run.call_engine("sleep")
+        run.call_trainers("onload")
     before = run.store.ledger.last(Phase.TRAIN, step)
     with run.phase(Phase.TRAIN, step, {"rollout": rollout_dir, "incarnation": incarnation}) as outputs:
         reply = run.call_trainers("train", step, rollout_dir)[0]

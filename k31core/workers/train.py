@@ -31,6 +31,7 @@ from k31core.rl.advantages import group_advantages, shuffled_advantages
 from k31core.rl.types import FinishReason, Group
 from k31core.rollout.records import read_groups
 from k31core.train.flops import train_flops
+from k31core.train.offload import FrozenOffload
 from k31core.train.samples import TrainSample
 from k31core.train.trainer import Trainer, build_trainer, describe
 from k31core.workers.sync_source import SyncSource
@@ -53,6 +54,7 @@ class TrainWorker:
         self._trainer: Trainer | None = None
         self._context = ExitStack()
         self._source: SyncSource | None = None
+        self._frozen: FrozenOffload | None = None
         self._digest = (-1, "")
         """(step, digest) that was computed last."""
 
@@ -151,6 +153,16 @@ class TrainWorker:
             self._digest = (self._ready.steps_done, known)
         return known
 
+    def offload(self) -> int:
+        """The engine needs the card: the frozen weights go to the host; returns the bytes that left."""
+        if self._frozen is None:
+            self._frozen = FrozenOffload(self._ready.decoder)
+        return self._frozen.offload()
+
+    def onload(self) -> int:
+        """The engine sleeps: the frozen weights come back. Call it before `train` and `score`."""
+        return 0 if self._frozen is None else self._frozen.onload()
+
     def sync(self, action: str, *arguments: Any) -> Any:
         """An action of `SyncSource`: this rank's part of a sync by memory."""
         if self._source is None:
@@ -163,7 +175,7 @@ class TrainWorker:
 
     def close(self) -> None:
         """Leave the process group and free the model. Idempotent."""
-        self._trainer = self._source = None
+        self._trainer = self._source = self._frozen = None
         self._context.close()
 
     @property

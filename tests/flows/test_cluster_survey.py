@@ -1,6 +1,6 @@
 """Three real Ray nodes on this machine, surveyed; each has its own fixture of InfiniBand ports."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,21 @@ RECIPE = load_recipe("tiny", ["cluster.num_nodes=3", "cluster.min_hcas_per_node=
 
 
 def start_head(small: dict[str, Any]) -> Cluster:
+    """A cluster of one node."""
+    return tried(lambda: Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False}))
+
+
+def add_nodes(cluster: Cluster, count: int, small: dict[str, Any]) -> None:
+    """More nodes on this machine."""
+    for _ in range(count):
+        tried(lambda: cluster.add_node(**small))
+
+
+def tried(start: Callable[[], Any]) -> Any:
     """Ray gives a new node 30 s, which a busy machine does not always keep: three tries."""
     for left in (2, 1, 0):
         try:
-            return Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+            return start()
         except Exception as error:  # Ray raises nothing narrower
             if not left or "timed out during startup" not in str(error):
                 raise
@@ -37,8 +48,7 @@ def three_nodes() -> Iterator[None]:
     small = {"num_cpus": 1, "object_store_memory": 80 * 1024**2, "include_log_monitor": False, "no_monitor": True}
     cluster = start_head(small)
     try:
-        cluster.add_node(**small)
-        cluster.add_node(**small)
+        add_nodes(cluster, 2, small)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
         cluster.wait_for_nodes(timeout=120)
         yield

@@ -21,7 +21,7 @@ from tests.flows.conftest import ROOT, Lab
 from tests.model_cases import config_of, write_checkpoint
 from tests.unit.sglang.test_sglang_versions import K31_LORA, write_tree
 
-pytestmark = [pytest.mark.flows, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.flows, pytest.mark.timeout(3000)]
 RECIPE = (
     "rollout.engine.kind=sglang",
     "cluster.colocate=true",
@@ -72,7 +72,7 @@ def run(lab: Lab, made: tuple[Path, Path, Path], asked: dict[str, tuple[str, ...
     command = [sys.executable, "-m", "tests.flows.fakes.run_transport_flow", str(model), str(data)]
     done = subprocess.run(
         [*command, *map(json.dumps, parameters)],
-        cwd=ROOT, env=lab.environment, capture_output=True, text=True, timeout=800, check=False,
+        cwd=ROOT, env=lab.environment, capture_output=True, text=True, timeout=2800, check=False,
     )  # fmt: skip
     found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("STATE ")]
     assert len(found) == len(asked), done.stdout[-3000:] + done.stderr[-3000:]

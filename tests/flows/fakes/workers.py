@@ -187,6 +187,12 @@ class TrainWorker:
         self._sum(self.w)  # nobody reports a file that another rank is still writing
         return {"step": step, "adapter_digest": _digest(self.w)}
 
+    def onload(self) -> int:
+        return 0
+
+    def offload(self) -> int:
+        return 0
+
     def score(self, tokens: list[int]) -> list[float]:
         return [float(self.w[t % WIDTH]) for t in tokens[1:]]
 
