@@ -82,7 +82,7 @@ class Lab:
         path = self.runs / run_id / "ledger.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
 
-    def wait_for(self, run_id: str, phase: str, step: int, timeout_s: float = 90) -> None:
+    def wait_for(self, run_id: str, phase: str, step: int, timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
         while not any(r["phase"] == phase and r["step"] == step for r in self.ledger(run_id)):
             assert time.monotonic() < deadline, f"{run_id} never reached {phase} {step}: {self.ledger(run_id)[-3:]}"
