@@ -214,7 +214,7 @@ def _write(
         copy = str(copies[content]).encode() if copies[content] else b""
         copies[content] += 1
         ids.append(hashlib.sha256(content + copy).digest()[:16])
-    columns = {
+    columns: dict[str, np.ndarray[Any, Any]] = {
         "tokens": np.fromiter((token for ids_ in tokens for token in ids_), dtype=np.int32),
         "token_starts": _starts(tokens),
         "labels": np.frombuffer(b"".join(labels), dtype=np.uint8),
@@ -251,7 +251,7 @@ def _write(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write_columns(columns: dict[str, "np.ndarray[Any, Any]"], path: Path) -> None:
+def _write_columns(columns: dict[str, np.ndarray[Any, Any]], path: Path) -> None:
     """The columns as one safetensors file. Raises OSError."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
