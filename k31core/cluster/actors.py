@@ -56,14 +56,17 @@ class Host:
     def __init__(self, module: str, class_name: str, arguments: Mapping[str, Any], fingerprint: str) -> None:
         self._worker = getattr(importlib.import_module(module), class_name)(**arguments)
         self._fingerprint = fingerprint
+        self._started = False
 
     def identity(self) -> dict[str, Any]:
         """Who this is."""
-        return {"fingerprint": self._fingerprint, "pid": os.getpid()}
+        return {"fingerprint": self._fingerprint, "pid": os.getpid(), "started": self._started}
 
     def call(self, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method of the worker."""
-        return getattr(self._worker, method)(*arguments)
+        result = getattr(self._worker, method)(*arguments)
+        self._started = self._started or method == "start"
+        return result
 
 
 class AsyncHost:
@@ -72,15 +75,18 @@ class AsyncHost:
     def __init__(self, module: str, class_name: str, arguments: Mapping[str, Any], fingerprint: str) -> None:
         self._worker = getattr(importlib.import_module(module), class_name)(**arguments)
         self._fingerprint = fingerprint
+        self._started = False
 
     async def identity(self) -> dict[str, Any]:
         """Who this is."""
-        return {"fingerprint": self._fingerprint, "pid": os.getpid()}
+        return {"fingerprint": self._fingerprint, "pid": os.getpid(), "started": self._started}
 
     async def call(self, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method of the worker and wait for it."""
         result = getattr(self._worker, method)(*arguments)
-        return await result if inspect.isawaitable(result) else result
+        result = await result if inspect.isawaitable(result) else result
+        self._started = self._started or method == "start"
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +187,16 @@ def attach_or_begin(spec: WorkerSpec, group: PlacementGroup, *, busy_s: float = 
     handle = _existing_actor(spec.name)
     if handle is not None:
         identity = _identity(handle, timeout_s=busy_s)
-        if identity is not None and identity["fingerprint"] == spec.fingerprint:
+        if identity is not None and _is_ready(identity, spec):
             return Pending(spec, handle, attached=True)
         kill(spec.name)
     return Pending(spec, start(spec, group), attached=False)
+
+
+def _is_ready(identity: Mapping[str, Any], spec: WorkerSpec) -> bool:
+    """Whether an actor is the one of `spec` and its `start` has ended: the flow run that made it may have died before
+    it called `start`, and nobody would."""
+    return bool(identity["fingerprint"] == spec.fingerprint and identity["started"])
 
 
 def attach_together(specs: Sequence[WorkerSpec], *, busy_s: float) -> list[Pending] | None:
@@ -194,7 +206,7 @@ def attach_together(specs: Sequence[WorkerSpec], *, busy_s: float) -> list[Pendi
     if len(handles) < len(specs):
         return None
     found = calls.collect([handle.identity.remote() for handle in handles], timeout_s=busy_s)
-    if not found.whole or any(found.results[i]["fingerprint"] != spec.fingerprint for i, spec in enumerate(specs)):
+    if not found.whole or not all(_is_ready(found.results[i], spec) for i, spec in enumerate(specs)):
         return None
     return [Pending(spec, handle, attached=True) for spec, handle in zip(specs, handles, strict=True)]
 

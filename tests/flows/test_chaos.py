@@ -30,3 +30,12 @@ def test_three_kills_end_in_the_same_bytes(lab, monkeypatch: pytest.MonkeyPatch)
     metrics = killed.root / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"train/loss":', '"train/loss":1', 1))
     assert [d for d in differences(whole.root, killed.root) if "train/loss" in d]
+
+
+def test_a_worker_that_was_made_but_never_started_is_not_attached_to(lab) -> None:
+    """The engine dies while it comes up, so the flow run ends before it has told the trainer to start."""
+    lab.fault("unborn", "init", "exit 0")
+    parameters = lab.parameters("unborn", steps=2)
+    first, second = lab.run(parameters, {**parameters, "resume": True})
+    assert first["name"] == "Failed" and "engine did not start" in first["message"], first
+    assert second["name"] == "Completed", second

@@ -57,6 +57,7 @@ class RolloutWorker:
         self.run_dir = Path(run_dir)
         self.asked = evaluate_only
         self.version = -1
+        _strike(self.run_dir, "init", 0)
         self.adapter = np.zeros(WIDTH, dtype=np.float32)
 
     async def start(self) -> None:
@@ -128,6 +129,7 @@ class TrainWorker:
         self.w = np.zeros(WIDTH, dtype=np.float32)
         self.m = np.zeros(WIDTH, dtype=np.float32)
         """Zero where another rank has it."""
+        self.started = False
 
     def start(self) -> None:
         """Join the other ranks; nothing to load."""
@@ -147,6 +149,7 @@ class TrainWorker:
         return self.at
 
     def restore(self, adapter_dir: str | None) -> dict[str, Any]:
+        assert self.started, "the trainer is not started"
         if adapter_dir is None:
             self.at, self.w, self.m = 0, np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
             return {"step": 0, "restored": [], "not_restored": []}
