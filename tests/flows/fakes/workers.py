@@ -138,6 +138,7 @@ class TrainWorker:
 
             dist.init_process_group("gloo", self.init_method, rank=self.rank, world_size=self.world_size)
         self._sum(self.w)
+        self.started = True
 
     def measure_network(self) -> list[dict[str, Any]]:
         """The real all-reduce over the ranks' gloo group."""
