@@ -10,7 +10,7 @@ import pytest
 from tests.flows.conftest import ROOT, Lab
 from tests.unit.convert.sources import change_byte, k3_copy, shard_of
 
-pytestmark = [pytest.mark.flows, pytest.mark.slow]
+pytestmark = [pytest.mark.flows, pytest.mark.slow, pytest.mark.timeout(1200)]
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -43,7 +43,7 @@ def convert(lab: Lab, script: Path, source: Path) -> tuple[str, str, dict[str, s
         env={**lab.environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     lines = [line[5:] for line in done.stdout.splitlines() if line.startswith("DONE ")]
     assert lines, done.stdout[-2000:] + done.stderr[-2000:]
