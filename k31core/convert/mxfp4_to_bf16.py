@@ -20,7 +20,7 @@ from k31core.checkpoint.fingerprint import checkpoint_fingerprint
 from k31core.checkpoint.native import INDEX, NativeCheckpoint
 from k31core.checkpoint.tensor_file import Entry, TensorFile
 from k31core.checkpoint.tensor_writer import TensorFileWriter
-from k31core.convert.shard_pool import over_shards
+from k31core.convert.shard_pool import default_workers, over_shards
 from k31core.convert.source import (
     MANIFEST,
     PACKED,
@@ -74,7 +74,7 @@ def convert_to_bf16(
     make_target(save_dir / RECORDS)
     with TargetLock(save_dir / RECORDS / "lock"):
         for left in save_dir.glob("*.partial"):
-            left.unlink()
+            left.unlink(missing_ok=True)
         records = _convert_shards(model_dir, save_dir, checkpoint, workers, progress or _unseen)
         return _complete(model_dir, save_dir, config, checkpoint, source, records)
 
@@ -102,7 +102,8 @@ def _convert_shards(
 
     show()
     work = partial(convert_shard, model_dir, save_dir, elsewhere=scales_elsewhere(checkpoint))
-    for record in over_shards(work, todo, workers, lambda: show(_partial_bytes(save_dir))):
+    count = workers or default_workers(sum(sizes[shard] for shard in todo))
+    for record in over_shards(work, todo, count, lambda: show(_partial_bytes(save_dir))):
         done[record.shard] = record
         show()
     return [done[shard] for shard in sizes]

@@ -14,28 +14,29 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 
 _TICK_S = 1.0
+_SMALL = 128 << 20
 
 
 class ShardProcessError(RuntimeError):
     """A process that worked on a shard was killed from outside."""
 
 
-def default_workers() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def default_workers(nbytes: int) -> int:
+    """Cores that this process may use; one for so few bytes that processes take longer to start."""
+    return 1 if nbytes < _SMALL else len(os.sched_getaffinity(0))
 
 
 def over_shards[T](
     work: Callable[[str], T],
     shards: Sequence[str],
-    workers: int | None = None,
+    workers: int,
     tick: Callable[[], None] | None = None,
 ) -> Iterator[T]:
     """`work(shard)` for every shard, in the order of completion; `work` must be picklable. Raises the first fault.
 
     `tick` is called about every second while nothing completes.
     """
-    count = min(workers or default_workers(), len(shards))
+    count = min(workers, len(shards))
     if count <= 1:
         for shard in shards:
             yield work(shard)

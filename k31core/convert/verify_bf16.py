@@ -13,7 +13,7 @@ from torch import Tensor
 from k31core.checkpoint.tensor_file import TensorFile
 from k31core.convert.mxfp4_to_bf16 import pieces, read_scale, scales_elsewhere
 from k31core.convert.pack_again import pack_bf16
-from k31core.convert.shard_pool import over_shards
+from k31core.convert.shard_pool import default_workers, over_shards
 from k31core.convert.source import PACKED, SCALE, WEIGHT, ConvertError, open_bf16, open_mxfp4
 
 
@@ -56,7 +56,7 @@ def verify_bf16(
     if progress is not None:
         progress(0, total)
     work = partial(verify_shard, model_dir, bf16_dir, elsewhere=scales_elsewhere(source))
-    for compared in over_shards(work, shards, workers):
+    for compared in over_shards(work, shards, workers or default_workers(total)):
         done += compared.nbytes
         experts += compared.experts
         carried += compared.carried
