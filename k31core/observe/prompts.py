@@ -21,7 +21,8 @@ class PromptLedger:
         self.note = self._journal.note
 
     def record(self, step: int, prompts: Iterable[Mapping[str, Any]]) -> None:
-        """Record the final states of one step; recording the same step again replaces it, so nothing counts twice."""
+        """Record the final states of one step; recording the same step again replaces it in its
+        place, so nothing counts twice and the order is that of the steps however often the run was taken up."""
         rows = [{"step": step, **prompt} for prompt in prompts]
         seen: set[tuple[str, int, int]] = set()
         for row in rows:
@@ -34,7 +35,8 @@ class PromptLedger:
                     f"step {step}: prompt {key[0]} (row {key[1]}, epoch {key[2]}) has two final states"
                 )
             seen.add(key)
-        self._journal.replace(lambda record: record["step"] == step, rows)
+        later = [record for record in self._journal.records if record["step"] > step]
+        self._journal.replace(lambda record: record["step"] >= step, [*rows, *later])
 
     def states(self, step: int) -> dict[str, str]:
         """`{prompt_id: state}` of one step."""

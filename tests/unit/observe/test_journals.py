@@ -93,6 +93,7 @@ def test_a_prompt_has_one_final_state_a_step(tmp_path: Path) -> None:
     prompts.record(1, first)
     assert prompts.counts() == {"trained": 2, "dropped": 1}
     assert PromptLedger(tmp_path / "prompts.jsonl").states(1) == {"a": "trained", "b": "dropped"}
+    assert [r["step"] for r in read_lines(tmp_path / "prompts.jsonl")[0]] == [1, 1, 2], "in the order of the steps"
     kept = [{"prompt_id": "a", "row": row, "state": "trained"} for row in (3, 7)]
     prompts.record(3, kept)  # duplicates that the recipe keeps are draws of their own
     assert prompts.counts()["trained"] >= 2
