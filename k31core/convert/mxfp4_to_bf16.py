@@ -73,8 +73,7 @@ def convert_to_bf16(
         return finished
     make_target(save_dir / RECORDS)
     with TargetLock(save_dir / RECORDS / "lock"):
-        for left in save_dir.glob("*.partial"):
-            left.unlink(missing_ok=True)
+        _remove_partial(save_dir)
         records = _convert_shards(model_dir, save_dir, checkpoint, workers, progress or _unseen)
         return _complete(model_dir, save_dir, config, checkpoint, source, records)
 
@@ -107,6 +106,11 @@ def _convert_shards(
         done[record.shard] = record
         show()
     return [done[shard] for shard in sizes]
+
+
+def _remove_partial(save_dir: Path) -> None:
+    for left in save_dir.glob("*.partial"):
+        left.unlink(missing_ok=True)
 
 
 def _partial_bytes(save_dir: Path) -> int:
@@ -277,6 +281,7 @@ def _complete(
     _write_json(save_dir / MANIFEST, manifest)
     total = sum(_output_bytes(save_dir / record.shard) for record in records)
     _write_json(save_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _remove_partial(save_dir)  # a process of a killed conversion may have begun one while it ended
     for path in (save_dir / RECORDS).iterdir():
         path.unlink()
     (save_dir / RECORDS).rmdir()
