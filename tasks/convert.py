@@ -10,6 +10,7 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from k31core.checkpoint.fingerprint import checkpoint_fingerprint
+from k31core.convert.shard_pool import begin_child
 from k31core.recipe.model import bf16_dir, torch_dist_dir
 from tasks.storage import ContentKey, describe_file
 
@@ -70,8 +71,9 @@ def _described(directory: Path) -> list[dict[str, Any]]:
 
 
 def _in_child(work: Any, source: Path, target: Path) -> Any:
-    """A process of its own, so that its memory goes away."""
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """A process of its own, so that its memory goes away; it does not outlive a killed run."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context, initializer=begin_child) as pool:
         return pool.submit(work, source, target).result()
 
 

@@ -41,7 +41,7 @@ def over_shards[T](
         for shard in shards:
             yield work(shard)
         return
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_begin)
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=begin_child)
     try:
         pending = {pool.submit(work, shard) for shard in shards}
         processes = list(pool._processes.values())  # public only from Python 3.14 on (terminate_workers)
@@ -64,7 +64,7 @@ def over_shards[T](
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin() -> None:
+def begin_child() -> None:
     """In each process: one thread of arithmetic, Ctrl-C is the parent's business, and its end is ours."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, which comes with the first shard
     signal.signal(signal.SIGINT, signal.SIG_IGN)
