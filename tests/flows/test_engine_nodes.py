@@ -90,15 +90,15 @@ def test_an_engine_over_three_nodes(three_nodes: None, tmp_path: Path) -> None:
     assert (len(gone), alive) == (3, [])
 
 
-class Waiting:
-    """In place of the rollout worker: it waits for a server that will never answer."""
-
-    async def start(self) -> None:
-        await asyncio.sleep(3600)
-
-
 def test_a_server_that_dies_while_it_loads_ends_the_wait_at_once(three_nodes: None, tmp_path: Path) -> None:
     """Exit code and the end of its log are in the error; the deadline of an hour is not waited for."""
+
+    class Waiting:  # local, so that it travels by value: an actor need not be able to import this file
+        """In place of the rollout worker: it waits for a server that will never answer."""
+
+        async def start(self) -> None:
+            await asyncio.sleep(3600)
+
     tree = Path(write_tree(tmp_path / "tree", "0.5.22.dev7", K31_LORA, lora=""))
     (tree / "sglang" / "__init__.py").write_text("")
     (tree / "sglang" / "launch_server.py").write_text(DYING)
