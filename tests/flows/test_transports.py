@@ -14,11 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from k31core.convert.tiny_data import make_arithmetic_dataset
-from k31core.convert.tiny_tokenizer import write_tokenizer
-from k31core.rollout.prepare_data import PrepareSettings, prepare_split
 from tests.flows.conftest import ROOT, Lab
-from tests.model_cases import config_of, write_checkpoint
+from tests.loop_inputs import write_loop_inputs
 from tests.unit.sglang.test_sglang_versions import K31_LORA, write_tree
 
 pytestmark = [pytest.mark.flows, pytest.mark.timeout(3000)]
@@ -42,21 +39,12 @@ BASE_AGAIN = ("rollout.engine.lora_base_cpu_backup=false", "sync.resend_base=tru
 
 def inputs(root: Path) -> tuple[Path, Path, Path]:
     """(model, data, folder with a package that calls itself sglang)."""
-    model = root / "model"
-    model.mkdir()
-    write_checkpoint(model, config_of(layers=4, mla=(4,), vocab_size=32))
-    write_tokenizer(model)
-    make_arithmetic_dataset(root / "raw", max_operand=9, heldout_one_in=5, seed=0)
-    (root / "data").mkdir()
-    for name in ("train", "heldout"):
-        (root / "data" / name).symlink_to(
-            prepare_split(root / "raw", model, root / "prepared", PrepareSettings(name, 32))
-        )
+    model, data = write_loop_inputs(root)
     tree = Path(write_tree(root / "tree", "0.5.23.dev7", K31_LORA, lora=""))
     (tree / "sglang" / "__init__.py").write_text("")
     launch = "from tests.sglang_standin.server import command_line\nif __name__ == '__main__':\n    command_line()\n"
     (tree / "sglang" / "launch_server.py").write_text(launch)
-    return model, root / "data", tree
+    return model, data, tree
 
 
 def run(lab: Lab, made: tuple[Path, Path, Path], asked: dict[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
